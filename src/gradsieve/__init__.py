@@ -1,0 +1,21 @@
+"""Differentiable Data Selection: learn, while a model trains, which data help it."""
+
+from .errors import GradsieveError
+from .networks import ConvScorer, MLPScorer, SignalScorer, like
+from .record import StepRecord
+from .reward import alignment
+from .reweight import DDS
+from .sampling import ScoreSampler
+
+__version__ = "0.1.0"
+__all__ = [
+    "DDS",
+    "ConvScorer",
+    "GradsieveError",
+    "MLPScorer",
+    "ScoreSampler",
+    "SignalScorer",
+    "StepRecord",
+    "alignment",
+    "like",
+]

@@ -1,0 +1,75 @@
+"""Dev batches without end, from any loader, with a position that can be saved."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from .errors import GradsieveError
+from .parameters import to_device
+from .randomness import RandomState, RandomStream, random_state
+
+
+class DevBatches:
+    """Draws from `loader` pass after pass. Shuffling uses `stream`, or the loader's own generator if it has one."""
+
+    def __init__(self, loader: Iterable[Any], stream: RandomStream):
+        if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
+            raise GradsieveError(f"dev_loader must be a re-iterable of batches, not {type(loader).__name__}.")
+        if isinstance(loader, Iterator):
+            raise GradsieveError(
+                "dev_loader can be iterated only once (it is an iterator or generator). "
+                "Pass the DataLoader itself, or a list of batches."
+            )
+        if hasattr(loader, "__len__") and len(loader) == 0:
+            raise GradsieveError(_EMPTY)
+        self.loader = loader
+        self.stream = stream
+        self._batches: Iterator[Any] | None = None
+        self._drawn = 0
+        self._start: tuple[RandomState, list[torch.Tensor]] = (stream.state, [])
+
+    def draw(self) -> Any:
+        """The next batch, on the stream's device."""
+        with self.stream:
+            batch = next(self._batches, _END) if self._batches is not None else _END
+            if batch is _END:
+                self._begin()
+                assert self._batches is not None
+                batch = next(self._batches, _END)
+            if batch is _END:
+                raise GradsieveError(_EMPTY)
+            self._drawn += 1
+            return to_device(batch, self.stream.device)
+
+    def _begin(self) -> None:
+        self._start = (random_state(self.stream.device), [g.get_state() for g in self._generators()])
+        self._batches, self._drawn = iter(self.loader), 0
+
+    def _generators(self) -> list[torch.Generator]:
+        """Those that the loader shuffles with, each once."""
+        batch_sampler = getattr(self.loader, "batch_sampler", None)
+        owners = (self.loader, getattr(self.loader, "sampler", None), getattr(batch_sampler, "sampler", None))
+        found = [getattr(owner, "generator", None) for owner in owners]
+        return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
+
+    def state_dict(self) -> dict[str, Any]:
+        begun = self._batches is not None
+        return {"begun": begun, "drawn": self._drawn, "start": self._start[0], "generators": self._start[1]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Begins the saved pass anew and skips what had been drawn of it."""
+        self._batches, self._drawn = None, 0
+        if not state["begun"]:
+            return
+        own = self.stream.state
+        self.stream.state = state["start"]
+        for generator, saved in zip(self._generators(), state["generators"], strict=True):
+            generator.set_state(saved)
+        for _ in range(state["drawn"]):
+            self.draw()
+        self.stream.state = own
+
+
+_END = object()
+_EMPTY = "dev_loader is empty: it must give at least one batch. Check the dev set and drop_last."

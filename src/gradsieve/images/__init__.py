@@ -1,0 +1,1 @@
+"""Image classification: data, models, the training loop."""

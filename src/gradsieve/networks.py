@@ -1,0 +1,149 @@
+"""Ready-made scorers: ``scorer(batch) -> (B,)``. Any module of that shape will do as well.
+
+Each starts with a head of zeros, so that training begins as plain training does, and moves away from it only as the
+rewards tell it to. With `num_classes` (or ``label=True``) the head has one output per class and the example's
+label picks one: the score then depends on input and label.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .errors import GradsieveError
+
+Split = Callable[[Any], tuple[Tensor, Tensor]]
+
+
+def input_and_label(batch: Any) -> tuple[Tensor, Tensor]:
+    """The default `split`: the first two members of a tuple or list."""
+    if isinstance(batch, Sequence) and len(batch) >= 2:
+        return batch[0], batch[1]
+    raise GradsieveError(
+        f"this scorer reads (input, label) batches, not {type(batch).__name__}. "
+        "Pass split=, a function that takes your batch apart: batch -> (input, label)."
+    )
+
+
+class ExampleScorer(nn.Module):
+    """A score for each example from its input, or from input and label: a body, a zero head, a choice by label."""
+
+    def __init__(self, body: nn.Module, label: bool, split: Split = input_and_label):
+        super().__init__()
+        self.body = body
+        self.label = label
+        self.split = split
+
+    def forward(self, batch: Any) -> Tensor:
+        x, y = self.split(batch)
+        scores = self.body(x)  # (B, classes or 1)
+        return scores.gather(1, y.long().unsqueeze(1)).squeeze(1) if self.label else scores.squeeze(1)
+
+
+class MLPScorer(ExampleScorer):
+    """Two layers on the flattened input."""
+
+    def __init__(
+        self, in_features: int, num_classes: int | None = None, *, hidden: int = 64, split: Split = input_and_label
+    ):
+        head = _zero_head(hidden, num_classes or 1)
+        body = nn.Sequential(nn.Flatten(), nn.Linear(in_features, hidden), nn.ReLU(), head)
+        super().__init__(body, num_classes is not None, split)
+
+
+class ConvScorer(ExampleScorer):
+    """A compact convolutional network for images of any size: three strided layers and a mean over what is left."""
+
+    def __init__(
+        self, in_channels: int = 3, num_classes: int | None = None, *, width: int = 16, split: Split = input_and_label
+    ):
+        widths = (in_channels, width, 2 * width, 4 * width)
+        layers: list[nn.Module] = []
+        for before, after in zip(widths, widths[1:], strict=False):
+            layers += [nn.Conv2d(before, after, 3, stride=2, padding=1), nn.GroupNorm(4, after), nn.ReLU()]
+        head = _zero_head(widths[-1], num_classes or 1)
+        super().__init__(
+            nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), head), num_classes is not None, split
+        )
+
+
+def like(model: nn.Module, *, label: bool = False, split: Split = input_and_label) -> ExampleScorer:
+    """The paper's scorer: the model's architecture with weights of its own and a one-number head.
+
+    For any classifier whose last layer is linear; that layer becomes the head. `label` lets the label choose among
+    as many outputs as the model has classes.
+    """
+    body = copy.deepcopy(model)
+    linear = [name for name, module in body.named_modules() if isinstance(module, nn.Linear)]
+    if not linear:
+        raise GradsieveError(
+            f"like(model) replaces the last linear layer by a one-number head, but {type(model).__name__} has none. "
+            "Write a scorer of your own, or take ConvScorer or MLPScorer."
+        )
+    for name, module in body.named_modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+        elif any(True for _ in module.parameters(recurse=False)):
+            for parameter in module.parameters(recurse=False):
+                nn.init.normal_(parameter, std=0.02)
+        for parameter in module.parameters(recurse=False):
+            parameter.requires_grad_(True).grad = None
+        _ = name
+    old = body.get_submodule(linear[-1])
+    assert isinstance(old, nn.Linear)
+    head = _zero_head(old.in_features, old.out_features if label else 1).to(old.weight.device, old.weight.dtype)
+    if linear[-1] == "":
+        return ExampleScorer(head, label, split)
+    parent, _, child = linear[-1].rpartition(".")
+    setattr(body.get_submodule(parent), child, head)
+    return ExampleScorer(body.train(), label, split)
+
+
+class SignalScorer(nn.Module):
+    """A tiny network on what the training step knows of an example: its loss and its gradient's agreement with dev.
+
+    Both are put on the scale of their batch, so that the same psi serves all of training.
+
+    Args:
+        hidden: units of the hidden layer.
+        features: optional ``batch -> (B, F)``, further features of the example.
+        num_features: F.
+    """
+
+    signals = ("loss", "alignment")
+
+    def __init__(
+        self, hidden: int = 16, *, features: Callable[[Any], Tensor] | None = None, num_features: int = 0
+    ):
+        super().__init__()
+        if (features is None) != (num_features == 0):
+            raise GradsieveError("SignalScorer takes features and num_features together, or neither.")
+        self.features = features
+        self.body = nn.Sequential(nn.Linear(4 + num_features, hidden), nn.Tanh(), _zero_head(hidden, 1))
+
+    def forward(self, batch: Any, *, loss: Tensor, alignment: Tensor) -> Tensor:
+        weight = self.body[0].weight
+        inputs = torch.stack([standardized(loss), torch.log1p(loss), standardized(alignment), scaled(alignment)], 1)
+        inputs = inputs.to(weight.dtype)  # (B, 4)
+        if self.features is not None:
+            inputs = torch.cat([inputs, self.features(batch).to(weight.dtype)], 1)  # (B, 4 + F)
+        return self.body(inputs).squeeze(1)
+
+
+def standardized(signal: Tensor) -> Tensor:
+    """Mean 0 and deviation 1 over the batch; zeros if all are equal."""
+    return scaled(signal - signal.mean())
+
+
+def scaled(signal: Tensor) -> Tensor:
+    """Root mean square 1 over the batch, keeping the sign."""
+    return signal / signal.square().mean().sqrt().clamp_min(1e-12)
+
+
+def _zero_head(in_features: int, out_features: int) -> nn.Linear:
+    head = nn.Linear(in_features, out_features)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    return head

@@ -1,0 +1,127 @@
+"""theta: what it is made of, and how to lend a model other values without leaving a trace.
+
+Everything here writes through ``.data``. Autograd's version counters do not see such writes, so a
+training graph that still waits for its ``backward`` stays valid, and the values are put back bit for bit.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from .errors import GradsieveError
+
+Direction = Mapping[str, Tensor]
+"""Parameter name -> tensor of the parameter's shape. A name that is absent counts as zero."""
+
+LossFn = Callable[[nn.Module, Any], Tensor]
+"""``loss_fn(model, batch)``: one loss per example, ``(B,)``."""
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def device_of(model: nn.Module) -> torch.device:
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def snapshot(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A copy of the values, free of any graph."""
+    return {name: value.detach().clone() for name, value in values.items()}
+
+
+def norm(direction: Direction) -> Tensor:
+    """||v||, a 0-dimensional tensor in float32 at least."""
+    tensors = [_at_least_float32(v) for v in direction.values()]
+    return torch.nn.utils.get_total_norm(tensors) if tensors else torch.zeros(())
+
+
+def moved(theta: Mapping[str, Tensor], direction: Direction, step: Tensor) -> dict[str, Tensor]:
+    """theta + step * v, for the parameters that v moves."""
+    if not direction:
+        return {}
+    names = list(direction)
+    steps = torch._foreach_mul([direction[n] for n in names], step)
+    return dict(zip(names, torch._foreach_add([theta[n].detach() for n in names], steps), strict=True))
+
+
+@contextmanager
+def lent(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Inside, the named parameters hold `values`; afterwards their own, bit for bit.
+
+    In place, so that compiled, sharded or otherwise wrapped modules see the values too.
+    """
+    parameters = dict(model.named_parameters())
+    here = [parameters[name].data for name in values]
+    own = [p.clone() for p in here]
+    try:
+        torch._foreach_copy_(here, [value.detach() for value in values.values()])
+        yield
+    finally:
+        torch._foreach_copy_(here, own)
+
+
+@contextmanager
+def untouched(model: nn.Module, *, training: bool | None = None) -> Iterator[None]:
+    """Buffers (BatchNorm statistics) and train/eval modes are afterwards what they were before.
+
+    `training` sets the mode inside. Recurrent layers stay as they are: cuDNN differentiates them in
+    training mode only.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    buffers = [(m, name, b, b.data.clone()) for m, _ in modes for name, b in m._buffers.items() if b is not None]
+    try:
+        if training is not None:
+            for module, _ in modes:
+                if not isinstance(module, nn.RNNBase):
+                    module.training = training
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        for module, name, buffer, value in buffers:
+            buffer.data.copy_(value)
+            module._buffers[name] = buffer
+
+
+def checked_losses(losses: Any, batch: Any, who: str = "loss_fn") -> Tensor:
+    """The losses, if they are one per example; else an error that says what to change.
+
+    A fused loss that returns a mean would silently disable all weighting.
+    """
+    if not isinstance(losses, Tensor):
+        raise GradsieveError(f"{who} must return a tensor with one loss per example, not {type(losses).__name__}.")
+    rows = {leaf.shape[0] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim}
+    expected = f"({rows.pop()},)" if len(rows) == 1 else "(B,)"
+    if losses.ndim != 1:
+        raise GradsieveError(
+            f"{who} must return one loss per example, shape {expected}, but returned shape {tuple(losses.shape)}. "
+            "Ask the loss for reduction='none' and average over everything but the batch."
+        )
+    if expected not in ("(B,)", f"({len(losses)},)") or (rows and len(losses) not in rows):
+        raise GradsieveError(
+            f"{who} returned {len(losses)} losses, but no tensor of the batch has that many examples "
+            f"(expected {expected if not rows else sorted(rows)}). Return one loss per example."
+        )
+    if not losses.is_floating_point():
+        raise GradsieveError(f"{who} must return floating-point losses, not {losses.dtype}.")
+    return _at_least_float32(losses)
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """The batch with all its tensors on the device; from pinned memory without waiting."""
+
+    def move(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.to(device, non_blocking=True)
+        return leaf.to(device) if hasattr(leaf, "to") else leaf
+
+    return pytree.tree_map(move, batch)
+
+
+def _at_least_float32(value: Tensor) -> Tensor:
+    return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value

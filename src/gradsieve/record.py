@@ -1,0 +1,57 @@
+"""What a step leaves behind."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One scorer update. Tensors stay on their device: reading a number from them is what waits, not training."""
+
+    step: int
+    """How many training steps there were, this one included."""
+    rewards: Tensor
+    """r_i of Eq. 2, (B,)."""
+    weights: Tensor
+    """The weights that scaled the losses of this step, (B,)."""
+    effective_sample_size: Tensor
+    """1 / sum w_i^2, between 1 and B."""
+    dev_loss: Tensor
+    """Mean loss of the dev batch at theta_t."""
+    finite: dict[str, Tensor]
+    """Part of the step -> whether all its numbers were finite."""
+    stepped: bool = True
+    """Whether the optimizer moved the model since `loss()`."""
+
+    @property
+    def skipped(self) -> str | None:
+        """Why the scorer was not updated, or None if it was."""
+        if not self.stepped:
+            return "the optimizer did not step"
+        bad = [part for part, ok in self.finite.items() if not bool(ok)]
+        return f"non-finite {', '.join(bad)}" if bad else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers, ready for JSON."""
+        return {
+            "step": self.step,
+            "reward_mean": _number(self.rewards.mean()),
+            "reward_std": _number(self.rewards.std(correction=0)),
+            "weight_min": _number(self.weights.min()),
+            "weight_max": _number(self.weights.max()),
+            "effective_sample_size": _number(self.effective_sample_size),
+            "dev_loss": _number(self.dev_loss),
+            "skipped": self.skipped,
+        }
+
+    def to_json(self) -> str:
+        """One line of JSON; numbers that are not finite become null."""
+        return json.dumps(self.to_dict(), allow_nan=False)
+
+
+def _number(value: Tensor) -> float | None:
+    return float(value) if bool(torch.isfinite(value)) else None

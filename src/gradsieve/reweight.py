@@ -1,0 +1,329 @@
+"""Algorithm 1: every loss of the minibatch is scaled by the softmax of its score, and the scores are learned.
+
+    loss()   theta_{t-1}: losses, scores, weights          lines 3 to 5
+    the user's backward and optimizer.step()               line 6
+    step()   theta_t: dev gradient, rewards, psi           lines 7 to 10
+"""
+
+import warnings
+import weakref
+from collections.abc import Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .dev import DevBatches
+from .errors import GradsieveError
+from .networks import SignalScorer
+from .optimizers import is_known, optimizer_direction, plain_direction
+from .parameters import LossFn, checked_losses, device_of, norm, snapshot, trainable, untouched
+from .randomness import RandomState, RandomStream, random_state
+from .record import StepRecord
+from .reward import EPSILON, check_estimator, rewards
+from .scorer import PSI_GRADIENTS, bounded, checked_scores, effective_sample_size, example_weights, psi_objective
+
+SIGNALS = ("loss", "alignment")
+
+
+@dataclass
+class _Forward:
+    """What `loss()` keeps for `step()`: the batch at theta_{t-1}."""
+
+    batch: Any
+    losses: Tensor
+    scores: Tensor
+    weights: Tensor
+    theta_prev: dict[str, Tensor]
+    state: RandomState
+    autocast: torch.dtype | None
+    gradients: dict[str, Tensor | None] | None = None
+
+
+class DDS:
+    """Differentiable Data Selection in a training loop of your own.
+
+    ::
+
+        dds = DDS(model, scorer, loss_fn, optimizer, dev_loader)
+        for batch in train_loader:
+            optimizer.zero_grad()
+            loss = dds.loss(batch)          # instead of loss_fn(model, batch).mean()
+            loss.backward()
+            optimizer.step()
+            dds.step()
+
+    Args:
+        model: what is trained, theta.
+        scorer: ``scorer(batch) -> (B,)``, psi; None for `SignalScorer`. One that declares
+            ``signals = ("loss", "alignment")`` is called ``scorer(batch, loss=..., alignment=...)``.
+        loss_fn: ``loss_fn(model, batch) -> (B,)``, one loss per example.
+        optimizer: the model's.
+        dev_loader: any re-iterable of batches; drawn from without end and moved to the model's device.
+        scorer_optimizer: psi's; the default is Adam at 0.001. One that is not ``fused`` costs a wait for the
+            device in each update, because a non-finite update must be held back.
+        reward: ``"finite_difference"`` (Eq. 7), ``"jvp"`` or ``"per_example"``; see reward.py.
+        cosine: reward by cosine instead of dot product; only with ``"per_example"``.
+        psi_gradient: ``"expectation"`` (Eq. 6) or ``"algorithm1"`` (as printed); see scorer.py.
+        optimizer_aware: pass the dev gradient through the optimizer's derivative (appendix A.1).
+        update_every: update the scorer at every k-th step. Weights are computed at every step.
+        max_logit: scores are bounded to +-max_logit by tanh; None for no bound.
+        uniform_mix: share of each weight that is simply 1/B.
+        dev_mode: ``"eval"`` runs the dev batch with BatchNorm's running statistics and without dropout,
+            ``"train"`` with the dev batch's own statistics and with dropout. Neither changes the statistics.
+        sampled: the batches come from a `ScoreSampler` of the same scorer. Losses are then averaged, not weighted,
+            and psi follows the printed REINFORCE form.
+        epsilon: length of the finite-difference step.
+        seed: of the random numbers that DDS itself draws (dev shuffling, dropout in dev pass and scorer);
+            by default torch's initial seed. The global random state is never touched.
+
+    Memory beyond training: two copies of the parameters, the scorer, and its activations between `loss()` and `step()`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        scorer: nn.Module | None,
+        loss_fn: LossFn,
+        optimizer: Optimizer,
+        dev_loader: Iterable[Any],
+        *,
+        scorer_optimizer: Optimizer | None = None,
+        reward: str = "finite_difference",
+        cosine: bool = False,
+        psi_gradient: str = "expectation",
+        optimizer_aware: bool = True,
+        update_every: int = 1,
+        max_logit: float | None = 2.0,
+        uniform_mix: float = 0.0,
+        dev_mode: str = "eval",
+        sampled: bool = False,
+        epsilon: float = EPSILON,
+        seed: int | None = None,
+    ):
+        check_estimator(reward, cosine)
+        _check(psi_gradient in PSI_GRADIENTS, f"psi_gradient must be one of {PSI_GRADIENTS}, not {psi_gradient!r}.")
+        _check(dev_mode in ("eval", "train"), f"dev_mode must be 'eval' or 'train', not {dev_mode!r}.")
+        _check(update_every >= 1, f"update_every must be at least 1, not {update_every}.")
+        _check(max_logit is None or max_logit > 0, f"max_logit must be above 0 or None, not {max_logit}.")
+        _check(0 <= uniform_mix <= 1, f"uniform_mix must lie between 0 and 1, not {uniform_mix}.")
+        _check(epsilon > 0, f"epsilon must be above 0, not {epsilon}.")
+        _check(bool(trainable(model)), "the model has no parameter that requires a gradient.")
+
+        self.model, self.loss_fn, self.optimizer = model, loss_fn, optimizer
+        device = device_of(model)
+        self.stream = RandomStream(device, torch.initial_seed() if seed is None else seed)
+        if scorer is None:
+            with self.stream:
+                scorer = SignalScorer().to(device)
+        self.scorer = scorer
+        unknown = set(getattr(scorer, "signals", ())) - set(SIGNALS)
+        _check(not unknown, f"the scorer asks for signals {sorted(unknown)}; there are {SIGNALS}.")
+        self.scorer_optimizer = scorer_optimizer or _default_optimizer(scorer)
+        self.dev = DevBatches(dev_loader, self.stream)
+        self.reward, self.cosine, self.epsilon = reward, cosine, epsilon
+        self.psi_gradient = "sampled" if sampled else psi_gradient
+        self.optimizer_aware = optimizer_aware and is_known(optimizer)
+        self.update_every, self.max_logit, self.uniform_mix = update_every, max_logit, uniform_mix
+        self.dev_mode = dev_mode
+
+        self.steps = 0
+        self._skipped = torch.zeros((), dtype=torch.long, device=device)
+        self._direction: dict[str, Tensor] = {}
+        self._forward: _Forward | None = None
+        self._warned = False
+        _remember_gradients(optimizer, weakref.ref(self))
+
+    def loss(self, batch: Any) -> Tensor:
+        """sum_i p_i l_i(theta_{t-1}), lines 3 to 5 of Algorithm 1: a scalar to call ``backward()`` on."""
+        _check(torch.is_grad_enabled(), "dds.loss() must run with gradients enabled; it is called under no_grad.")
+        device = self.stream.device
+        updating = (self.steps + 1) % self.update_every == 0
+        state = random_state(device)
+        losses = checked_losses(self.loss_fn(self.model, batch), batch)  # (B,)
+        _check(losses.requires_grad, "the losses carry no gradient; loss_fn must not detach or run under no_grad.")
+        autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+
+        signals = self._signals(batch, losses.detach(), state, autocast)
+        with self.stream, torch.set_grad_enabled(updating):
+            scores = checked_scores(self.scorer(batch, **signals), losses)
+            logits = bounded(scores, self.max_logit)
+            weights = self._weights(logits, finite=scores.isfinite().all())
+        theta_prev = snapshot(trainable(self.model)) if updating else {}
+        self._forward = _Forward(batch, losses.detach(), logits, weights, theta_prev, state, autocast)
+        return (weights.detach() * losses).sum()
+
+    def step(self) -> StepRecord | None:
+        """Lines 7 to 10 of Algorithm 1, after ``optimizer.step()``. A record if the scorer's turn came, else None."""
+        forward, self._forward = self._forward, None
+        if forward is None:
+            raise GradsieveError("dds.step() needs the batch of dds.loss(): call loss() first, then step() once.")
+        self.steps += 1
+        if not forward.theta_prev:
+            return None
+        if forward.gradients is None:
+            return self._record(forward, torch.zeros_like(forward.losses), forward.losses.new_zeros(()), {})
+
+        theta = trainable(self.model)
+        dev_loss, d_theta = self._dev_gradient(theta, forward.autocast)
+        if self.optimizer_aware:
+            gradients = forward.gradients
+            self._direction = optimizer_direction(self.optimizer, theta, forward.theta_prev, gradients, d_theta)
+        else:
+            self._direction = plain_direction(theta, self.optimizer, d_theta)
+        r = self._rewards(forward.batch, forward.losses, forward.state, forward.autocast, forward.theta_prev)
+        return self._record(forward, r, dev_loss, d_theta)
+
+    def _weights(self, logits: Tensor, finite: Tensor) -> Tensor:
+        """(B,); uniform if the batch was drawn by score already, and where the scorer gave no usable numbers."""
+        uniform = torch.full_like(logits, 1 / len(logits))
+        if self.psi_gradient == "sampled":
+            return uniform
+        return torch.where(finite, example_weights(torch.where(finite, logits, 0.0), self.uniform_mix), uniform)
+
+    def _signals(self, batch: Any, losses: Tensor, state: RandomState, autocast: Any) -> dict[str, Tensor]:
+        """What the scorer asks to be told, at theta_{t-1}; the previous step's direction was taken there."""
+        wanted = getattr(self.scorer, "signals", ())
+        signals = {}
+        if "loss" in wanted:
+            signals["loss"] = losses
+        if "alignment" in wanted:
+            known = bool(self._direction)
+            signals["alignment"] = (
+                self._rewards(batch, losses, state, autocast) if known else torch.zeros_like(losses)
+            )
+        return signals
+
+    def _rewards(
+        self, batch: Any, losses: Tensor, state: RandomState, autocast: Any, theta: dict[str, Tensor] | None = None
+    ) -> Tensor:
+        return rewards(
+            self.model,
+            self.loss_fn,
+            batch,
+            self._direction,
+            estimator=self.reward,
+            cosine=self.cosine,
+            theta=theta,
+            losses=losses if autocast is None else None,  # losses in reduced precision are no base for a difference
+            state=state,
+            epsilon=self.epsilon,
+        ).detach()
+
+    def _dev_gradient(
+        self, theta: dict[str, nn.Parameter], autocast: torch.dtype | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """J(theta_t, dev batch) and its gradient d_theta, line 7. ``.grad`` is not involved."""
+        device = self.stream.device
+        batch = self.dev.draw()
+        # Without a GradScaler float16 gradients underflow; bfloat16 has the range.
+        low = torch.autocast(device.type, torch.bfloat16, cache_enabled=False) if autocast == torch.bfloat16 else None
+        with self.stream, untouched(self.model, training=self.dev_mode == "train"), torch.enable_grad():
+            with low or nullcontext():
+                dev_loss = checked_losses(self.loss_fn(self.model, batch), batch, "loss_fn on a dev batch").mean()
+            found = torch.autograd.grad(dev_loss, list(theta.values()), allow_unused=True)
+        return dev_loss.detach(), {n: g for n, g in zip(theta, found, strict=True) if g is not None}
+
+    def _record(
+        self, forward: _Forward, r: Tensor, dev_loss: Tensor, d_theta: dict[str, Tensor]
+    ) -> StepRecord:
+        stepped = forward.gradients is not None
+        finite = {}
+        if stepped:
+            finite = {
+                "loss": forward.losses.isfinite().all(),
+                "score": forward.scores.isfinite().all(),
+                "dev gradient": norm(d_theta).isfinite() & dev_loss.isfinite(),
+                "reward": r.isfinite().all(),
+            }
+            finite["psi gradient"] = self._update_scorer(forward, r, torch.stack(list(finite.values())).all())
+        elif not self._warned:
+            self._warned = True
+            warnings.warn(
+                "optimizer.step() has not run since dds.loss(), so the scorer was not updated. That is right when a "
+                "GradScaler skips a step; otherwise call dds.step() after optimizer.step().",
+                stacklevel=3,
+            )
+        good = torch.stack(list(finite.values())).all() if finite else torch.zeros_like(self._skipped)
+        self._skipped += 1 - good.long()
+        weights = forward.weights.detach()
+        return StepRecord(self.steps, r, weights, effective_sample_size(weights), dev_loss, finite, stepped)
+
+    def _update_scorer(self, forward: _Forward, r: Tensor, good: Tensor) -> Tensor:
+        """Line 10: psi climbs. Returns whether its gradient was finite."""
+        psi = [p for group in self.scorer_optimizer.param_groups for p in group["params"]] if (
+            self.scorer_optimizer
+        ) else []
+        if not psi or not forward.scores.requires_grad:
+            return torch.ones_like(good)
+        objective = psi_objective(forward.scores, forward.weights, r, self.psi_gradient)
+        d_psi = torch.autograd.grad(-objective, psi, allow_unused=True)
+        finite = norm({str(i): g for i, g in enumerate(d_psi) if g is not None}).isfinite()
+        for parameter, gradient in zip(psi, d_psi, strict=True):
+            parameter.grad = gradient
+        _step_if(self.scorer_optimizer, good & finite)
+        for parameter in psi:
+            parameter.grad = None
+        return finite | ~good
+
+    @property
+    def skipped(self) -> int:
+        """How many scorer updates were held back so far. Reading it waits for the device."""
+        return int(self._skipped)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a resumed run needs besides model and optimizer. To be taken after `step()`."""
+        return {
+            "steps": self.steps,
+            "skipped": self._skipped.clone(),
+            "scorer": self.scorer.state_dict(),
+            "scorer_optimizer": self.scorer_optimizer.state_dict() if self.scorer_optimizer else None,
+            "direction": dict(self._direction),
+            "random": dict(self.stream.state),
+            "dev": self.dev.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = state["steps"]
+        self._skipped = state["skipped"].to(self.stream.device).clone()
+        self.scorer.load_state_dict(state["scorer"])
+        if self.scorer_optimizer:
+            self.scorer_optimizer.load_state_dict(state["scorer_optimizer"])
+        self._direction = {n: v.to(self.stream.device).clone() for n, v in state["direction"].items()}
+        self.stream.state = dict(state["random"])
+        self.dev.load_state_dict(state["dev"])
+        self._forward = None
+
+
+def _remember_gradients(optimizer: Optimizer, dds: "weakref.ref[DDS]") -> None:
+    """At each ``optimizer.step()``, keep hold of the gradients it used, which `zero_grad` may drop before `step()`."""
+
+    def hook(*_: Any) -> None:
+        owner = dds()
+        if owner is not None and owner._forward is not None and owner._forward.theta_prev:
+            owner._forward.gradients = {name: p.grad for name, p in trainable(owner.model).items()}
+
+    optimizer.register_step_post_hook(hook)
+
+
+def _step_if(optimizer: Optimizer, good: Tensor) -> None:
+    """``optimizer.step()`` if `good`, decided on the device where the optimizer can: GradScaler's own protocol."""
+    if getattr(optimizer, "_step_supports_amp_scaling", False):
+        optimizer.grad_scale, optimizer.found_inf = None, 1 - good.float()  # type: ignore[attr-defined]
+        optimizer.step()
+        del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+    elif bool(good):
+        optimizer.step()
+
+
+def _default_optimizer(scorer: nn.Module) -> Optimizer | None:
+    psi = [p for p in scorer.parameters() if p.requires_grad]
+    return torch.optim.Adam(psi, lr=1e-3, fused=True) if psi else None
+
+
+def _check(holds: bool, message: str) -> None:
+    if not holds:
+        raise GradsieveError(message)

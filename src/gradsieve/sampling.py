@@ -1,0 +1,125 @@
+"""The paper's other use of the scores (section 2.2): draw examples in proportion to them instead of weighting them."""
+
+from collections.abc import Callable, Iterator, Sized
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from .errors import GradsieveError
+from .parameters import device_of, to_device, untouched
+from .scorer import MAX_LOGIT, bounded
+
+
+class ScoreSampler(Sampler[int]):
+    """Draws indices of `dataset` with probability softmax(scores), with replacement.
+
+    ::
+
+        sampler = ScoreSampler(train_set, scorer, batch_size=64)
+        train_loader = DataLoader(train_set, batch_size=64, sampler=sampler)
+        dds = DDS(model, scorer, loss_fn, optimizer, dev_loader, sampled=True)
+
+    The scores of the whole data set are computed anew every `refresh_every` steps, batch by batch; what stays in
+    memory is 8 bytes per example.
+
+    Args:
+        dataset: the training set, indexable.
+        scorer: ``scorer(batch) -> (B,)``; it may not ask for signals, which only a training step knows.
+        batch_size: how many examples a training step takes.
+        num_samples: draws in one pass; by default as many as there are examples.
+        refresh_every: training steps between two scorings of the data set.
+        max_logit: the bound on scores; the same as DDS's.
+        scoring_batch_size, num_workers, collate_fn: how the data set is read for scoring.
+        generator: random numbers for the draws.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        scorer: nn.Module,
+        *,
+        batch_size: int,
+        num_samples: int | None = None,
+        refresh_every: int = 100,
+        max_logit: float | None = MAX_LOGIT,
+        scoring_batch_size: int = 1024,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        generator: torch.Generator | None = None,
+    ):
+        if getattr(scorer, "signals", ()):
+            raise GradsieveError(
+                f"ScoreSampler scores the data set ahead of training, so {type(scorer).__name__} cannot have the signals "
+                f"{tuple(scorer.signals)} it asks for. Use a scorer of the example alone, such as MLPScorer or ConvScorer."
+            )
+        if not isinstance(dataset, Sized) or len(dataset) == 0:
+            raise GradsieveError("ScoreSampler needs a data set with a length above 0.")
+        if batch_size < 1 or refresh_every < 1:
+            raise GradsieveError("batch_size and refresh_every must be at least 1.")
+        self.scorer, self.max_logit = scorer, max_logit
+        self.batch_size, self.refresh_every = batch_size, refresh_every
+        self.num_samples = len(dataset) if num_samples is None else num_samples
+        self.generator = generator or torch.Generator().manual_seed(torch.initial_seed())
+        self._scoring = DataLoader(
+            dataset,
+            scoring_batch_size,
+            num_workers=num_workers,
+            collate_fn=collate_fn,
+            generator=torch.Generator(),  # or iterating would draw from the global random state
+        )
+        self._cumulative: Tensor | None = None
+        self._steps = self._drawn = 0
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __iter__(self) -> Iterator[int]:
+        try:
+            while self._drawn < self.num_samples:
+                if self._cumulative is None or self._steps % self.refresh_every == 0:
+                    self.refresh()
+                indices = self._draw(min(self.batch_size, self.num_samples - self._drawn))
+                self._steps += 1
+                self._drawn += len(indices)
+                yield from indices.tolist()
+        finally:
+            self._drawn = 0
+
+    def refresh(self) -> None:
+        """Scores the data set with the scorer as it is now."""
+        device = device_of(self.scorer)
+        scores = []
+        with torch.no_grad(), untouched(self.scorer, training=False):
+            for batch in self._scoring:
+                scores.append(bounded(self.scorer(to_device(batch, device)), self.max_logit).double())
+        logits = torch.cat(scores)  # (N,)
+        logits = torch.where(logits.isfinite(), logits, 0.0)
+        # multinomial stops at 2^24 categories; a binary search in the cumulative sum does not.
+        self._cumulative = torch.softmax(logits, dim=0).cumsum(0).cpu()
+
+    def probabilities(self) -> Tensor:
+        """p over the data set as last scored, (N,)."""
+        if self._cumulative is None:
+            self.refresh()
+        assert self._cumulative is not None
+        return torch.diff(self._cumulative, prepend=self._cumulative.new_zeros(1))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Position, scores and random state; exact when the loader reads no batches ahead (num_workers=0)."""
+        return {
+            "steps": self._steps,
+            "drawn": self._drawn,
+            "cumulative": self._cumulative,
+            "random": self.generator.get_state(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._steps, self._drawn, self._cumulative = state["steps"], state["drawn"], state["cumulative"]
+        self.generator.set_state(state["random"])
+
+    def _draw(self, count: int) -> Tensor:
+        assert self._cumulative is not None
+        u = torch.rand(count, dtype=torch.float64, generator=self.generator) * self._cumulative[-1]
+        return torch.searchsorted(self._cumulative, u, right=True).clamp_max(len(self._cumulative) - 1)

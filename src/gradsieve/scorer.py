@@ -1,0 +1,59 @@
+"""Equations 3 and 6: from scores to weights, and from rewards to the gradient of psi.
+
+    p_i = softmax(s)_i over the minibatch            the weight of example i
+    psi climbs  E_{i ~ p} [ r_i grad log p_i ]       (6)
+"""
+
+import torch
+from torch import Tensor
+
+from .errors import GradsieveError
+
+MAX_LOGIT = 2.0
+"""The default bound on scores, chosen by the table "Guards" in RESULTS.md."""
+
+PSI_GRADIENTS = ("expectation", "algorithm1")
+
+
+def bounded(scores: Tensor, max_logit: float | None) -> Tensor:
+    """c tanh(s / c): no example is ever exp(2c) times as likely as another. The guard of clean data."""
+    return scores if max_logit is None else max_logit * torch.tanh(scores / max_logit)
+
+
+def example_weights(scores: Tensor, uniform_mix: float = 0.0) -> Tensor:
+    """w = (1 - u) softmax(s) + u / B. Equal scores give exactly 1/B."""
+    p = torch.softmax(scores, dim=0)  # (B,)
+    return p + uniform_mix * (1 / len(scores) - p) if uniform_mix else p
+
+
+def effective_sample_size(weights: Tensor) -> Tensor:
+    """1 / sum w_i^2: B when all weigh the same, 1 when one example takes all."""
+    return 1 / weights.square().sum()
+
+
+def psi_objective(scores: Tensor, weights: Tensor, rewards: Tensor, form: str) -> Tensor:
+    """What psi climbs; its gradient is d_psi. `rewards` are constants.
+
+    - ``"expectation"``, Eq. 6 over the batch: ``sum_i r_i grad w_i``, which is ``sum_i p_i r_i grad log p_i`` as
+      long as nothing is mixed in; the exact derivative of the dev loss through the weighted step.
+    - ``"algorithm1"``, as printed there: ``1/B sum_i r_i grad log p_i`` over a batch drawn uniformly.
+    - ``"sampled"``, the same sum when the batch was itself drawn from p: the batch mean of ``grad s`` then estimates
+      what normalises p over the data set, and ``grad log p_i = grad s_i - mean_j grad s_j``.
+    """
+    r = rewards.detach()
+    if form == "expectation":
+        return (r * weights).sum()
+    if form == "algorithm1":
+        return (r * torch.log_softmax(scores, dim=0)).mean()
+    return (r * (scores - scores.mean())).mean()
+
+
+def checked_scores(scores: object, losses: Tensor) -> Tensor:
+    """The scores in the losses' precision, if there is one per example."""
+    if not isinstance(scores, Tensor) or scores.shape != losses.shape:
+        found = f"shape {tuple(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
+        hint = " Drop the last dimension with .squeeze(-1)." if found == f"shape {(len(losses), 1)}" else ""
+        raise GradsieveError(
+            f"the scorer must return one score per example, shape ({len(losses)},), but returned {found}.{hint}"
+        )
+    return scores.to(losses.dtype)
