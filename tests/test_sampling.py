@@ -1,0 +1,146 @@
+"""ScoreSampler: the paper's other use of the scores."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+from torch.utils.data import DataLoader, TensorDataset
+from zoo import Batch, cross_entropy, differences, fingerprint, mlp
+
+from gradsieve import DDS, GradsieveError, MLPScorer, ScoreSampler, SignalScorer
+from gradsieve.scorer import example_weights, psi_objective
+
+
+class Table(nn.Module):
+    """One free score per example, looked up by the example's index."""
+
+    def __init__(self, scores: Tensor):
+        super().__init__()
+        self.scores = nn.Parameter(scores)
+
+    def forward(self, batch: tuple[Tensor, ...]) -> Tensor:
+        return self.scores[batch[2]]
+
+
+def data(rows: int = 12) -> TensorDataset:
+    return TensorDataset(torch.randn(rows, 6).double(), torch.randint(3, (rows,)), torch.arange(rows))
+
+
+def test_draws_follow_the_softmax_of_the_scores() -> None:
+    dataset, scorer = data(), Table(torch.randn(12).double())
+    sampler = ScoreSampler(dataset, scorer, batch_size=50, num_samples=200_000, max_logit=None)
+    drawn = torch.bincount(torch.tensor(list(sampler)), minlength=12) / 200_000
+    torch.testing.assert_close(drawn.double(), torch.softmax(scorer.scores.detach(), 0), atol=5e-3, rtol=0)
+    torch.testing.assert_close(sampler.probabilities(), torch.softmax(scorer.scores.detach(), 0))
+    assert len(sampler) == 200_000
+
+
+def test_weighting_and_sampling_give_the_same_expected_gradients() -> None:
+    """For theta exactly, by summing over what may be drawn; for psi by the mean over many drawn batches."""
+    model, dataset, scorer = mlp().eval().double(), data(), Table(torch.randn(12).double())
+    whole: Batch = dataset.tensors  # type: ignore[assignment]
+    parameters = list(model.parameters())
+
+    weights = example_weights(scorer(whole))
+    weighted = torch.autograd.grad((weights.detach() * cross_entropy(model, whole)).sum(), parameters)
+    sampler = ScoreSampler(dataset, scorer, batch_size=4, max_logit=None)
+    p = sampler.probabilities()
+    per_draw = [torch.autograd.grad(cross_entropy(model, whole)[i], parameters) for i in range(12)]
+    for k, expected in enumerate(weighted):
+        torch.testing.assert_close(sum(p[i] * per_draw[i][k] for i in range(12)), expected)
+
+    rewards = torch.randn(12).double()
+    objective = psi_objective(scorer(whole), weights, rewards, "expectation")
+    (expected,) = torch.autograd.grad(objective, scorer.parameters())
+    draws = torch.tensor(list(ScoreSampler(dataset, scorer, batch_size=64, num_samples=64 * 4000, max_logit=None)))
+    total = torch.zeros(12).double()
+    for batch in draws.view(-1, 64):
+        scores = scorer((None, None, batch))  # type: ignore[arg-type]
+        objective = psi_objective(scores, torch.full_like(scores, 1 / 64), rewards[batch], "sampled")
+        total += torch.autograd.grad(objective, scorer.parameters())[0]
+    mean = total / 4000 * 64 / 63  # the batch's own mean as baseline takes 1/B of the signal
+    assert float((mean - expected).norm() / expected.norm()) < 0.05
+
+
+def test_training_by_sampling() -> None:
+    """The losses are averaged, not weighted, and the example that hurts dev is drawn less and less."""
+    dataset = data(20)
+    x, y, index = dataset.tensors
+    y[:10] = (x[:10, 0] > 0).long()
+    y[10:] = (x[10:, 0] <= 0).long()  # the second half says the opposite of the first, and of dev
+    dev_x = torch.randn(50, 6).double()
+    dev = [(dev_x, (dev_x[:, 0] > 0).long())]
+    model, scorer = mlp().double().eval(), Table(torch.zeros(20).double())
+    optimizer = SGD(model.parameters(), lr=0.1)
+    sampler = ScoreSampler(dataset, scorer, batch_size=10, refresh_every=5, generator=torch.Generator().manual_seed(0))
+    inner = torch.optim.Adam(scorer.parameters(), lr=0.05, fused=True)
+    dds = DDS(model, scorer, cross_entropy, optimizer, dev, sampled=True, scorer_optimizer=inner)
+    for _ in range(100):
+        for batch in DataLoader(dataset, batch_size=10, sampler=sampler):
+            optimizer.zero_grad()
+            loss = dds.loss(batch)
+            torch.testing.assert_close(loss, cross_entropy(model, batch).mean())
+            loss.backward()
+            optimizer.step()
+            record = dds.step()
+            assert record is not None
+            assert record.skipped is None
+    sampler.refresh()
+    assert float(sampler.probabilities()[:10].sum()) > 0.8
+
+
+def test_scores_are_refreshed_every_n_steps_and_leave_no_trace() -> None:
+    dataset = data()
+    scorer = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1)).double()
+    scorings = 0
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = scorer
+
+        def forward(self, batch: tuple[Tensor, ...]) -> Tensor:
+            nonlocal scorings
+            scorings += 1
+            return self.net(batch[0]).squeeze(1)
+
+    counting = Counting()
+    sampler = ScoreSampler(dataset, counting, batch_size=4, refresh_every=2, scoring_batch_size=5)
+    before = fingerprint(counting)
+    assert len(list(sampler)) == 12  # three steps: scored before the first and the third
+    assert scorings == 2 * 3
+    assert differences(before, fingerprint(counting)) == []
+
+
+@pytest.mark.parametrize("stop", [0, 1, 2])
+def test_a_resumed_sampler_goes_on_where_it_stopped(stop: int) -> None:
+    dataset, scorer = data(), Table(torch.randn(12).double())
+
+    def make(seed: int) -> ScoreSampler:
+        generator = torch.Generator().manual_seed(seed)
+        return ScoreSampler(dataset, scorer, batch_size=4, refresh_every=2, generator=generator)
+
+    sampler, other = make(0), make(1)
+    loader = iter(DataLoader(dataset, batch_size=4, sampler=sampler))
+    for _ in range(stop):
+        next(loader)
+    other.load_state_dict(sampler.state_dict())
+    rest = [batch[2].tolist() for batch in loader]
+    assert [batch[2].tolist() for batch in DataLoader(dataset, batch_size=4, sampler=other)] == rest
+    assert len(rest) == 3 - stop
+
+
+def test_non_finite_scores_are_drawn_as_neutral() -> None:
+    scores = torch.zeros(12).double()
+    scores[3] = torch.nan
+    sampler = ScoreSampler(data(), Table(scores), batch_size=4)
+    torch.testing.assert_close(sampler.probabilities(), torch.full((12,), 1 / 12).double())
+
+
+def test_clear_errors() -> None:
+    with pytest.raises(GradsieveError, match="SignalScorer cannot have the signals"):
+        ScoreSampler(data(), SignalScorer(), batch_size=4)
+    with pytest.raises(GradsieveError, match="length above 0"):
+        ScoreSampler(data(0), MLPScorer(6), batch_size=4)
+    with pytest.raises(GradsieveError, match="at least 1"):
+        ScoreSampler(data(), MLPScorer(6), batch_size=0)
