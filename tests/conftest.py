@@ -1,7 +1,5 @@
 """Every test starts from the same random state, whatever ran before it."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from hypothesis import settings
@@ -11,6 +9,5 @@ settings.load_profile("gradsieve")
 
 
 @pytest.fixture(autouse=True)
-def seeded() -> Iterator[None]:
+def seeded() -> None:
     torch.manual_seed(0)
-    yield

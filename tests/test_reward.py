@@ -1,5 +1,7 @@
 """Equations 2 and 7: every estimator against brute force."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given
@@ -95,7 +97,7 @@ def test_finite_difference_error_is_proportional_to_epsilon_in_float64() -> None
         relative(alignment(model, cross_entropy, batch, direction, estimator="finite_difference", epsilon=e), exact)
         for e in (1e-2, 1e-3, 1e-4, 1e-5)
     ]
-    for larger, smaller in zip(errors, errors[1:], strict=False):
+    for larger, smaller in pairwise(errors):
         assert larger / smaller == pytest.approx(10, rel=0.2)
 
 
@@ -212,7 +214,9 @@ def no_forward_mode(model: nn.Module, batch: Batch) -> Tensor:
     return torch.ops.aten._pdist_forward(model(batch[0])).sum() + cross_entropy(model, batch)
 
 
-@pytest.mark.parametrize(("loss_fn", "name"), [(custom_square, "custom autograd.Function"), (no_forward_mode, "_pdist")])
+@pytest.mark.parametrize(
+    ("loss_fn", "name"), [(custom_square, "custom autograd.Function"), (no_forward_mode, "_pdist")]
+)
 def test_jvp_names_the_operator_that_stands_in_its_way(loss_fn, name: str) -> None:  # type: ignore[no-untyped-def]
     model, batch = make("mlp", 5, 4, 3)
     direction = random_direction(model)
@@ -225,9 +229,9 @@ def test_jvp_names_the_operator_that_stands_in_its_way(loss_fn, name: str) -> No
 def test_bad_arguments_are_named() -> None:
     model, batch = make("mlp", 5, 4, 3)
     good = random_direction(model)
-    with pytest.raises(GradsieveError, match="'exact'.*finite_difference, jvp, per_example"):
+    with pytest.raises(GradsieveError, match=r"'exact'.*finite_difference, jvp, per_example"):
         alignment(model, cross_entropy, batch, good, estimator="exact")
-    with pytest.raises(GradsieveError, match="cosine.*'per_example'"):
+    with pytest.raises(GradsieveError, match=r"cosine.*'per_example'"):
         alignment(model, cross_entropy, batch, good, cosine=True)
     with pytest.raises(GradsieveError, match="'nowhere'"):
         alignment(model, cross_entropy, batch, {"nowhere": torch.zeros(1)})
@@ -235,6 +239,6 @@ def test_bad_arguments_are_named() -> None:
         alignment(model, cross_entropy, batch, {"3.bias": torch.zeros(7)})
     with pytest.raises(GradsieveError, match="one loss per example"):
         alignment(model, lambda m, b: cross_entropy(m, b).mean(), batch, good)
+    half = mlp().bfloat16()
     with pytest.raises(GradsieveError, match=r"bfloat16.*'jvp'"):
-        half = mlp().bfloat16()
         alignment(half, cross_entropy, batch, random_direction(half), estimator="finite_difference")

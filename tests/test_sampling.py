@@ -65,7 +65,7 @@ def test_weighting_and_sampling_give_the_same_expected_gradients() -> None:
 def test_training_by_sampling() -> None:
     """The losses are averaged, not weighted, and the example that hurts dev is drawn less and less."""
     dataset = data(20)
-    x, y, index = dataset.tensors
+    x, y, _ = dataset.tensors
     y[:10] = (x[:10, 0] > 0).long()
     y[10:] = (x[10:, 0] <= 0).long()  # the second half says the opposite of the first, and of dev
     dev_x = torch.randn(50, 6).double()

@@ -51,7 +51,9 @@ def cnn(channels: int = 2, classes: int = 3) -> nn.Sequential:
 KINDS = ("mlp", "cnn-eval", "cnn-train", "transformer", "lstm")
 
 
-def make(kind: str, rows: int, size: int, classes: int, *, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Batch]:
+def make(
+    kind: str, rows: int, size: int, classes: int, *, dtype: torch.dtype = torch.float64
+) -> tuple[nn.Module, Batch]:
     """A model of the kind, in training mode but for BatchNorm in ``cnn-eval``, and a batch for it."""
     model: nn.Module
     if kind == "mlp":

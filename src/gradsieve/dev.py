@@ -1,13 +1,39 @@
-"""Dev batches without end, from any loader, with a position that can be saved."""
+"""The dev set: its gradient, and its batches without end, from any loader, with a position that can be saved."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from .errors import GradsieveError
-from .parameters import to_device
+from .parameters import LossFn, checked_losses, to_device, untouched
 from .randomness import RandomState, RandomStream, random_state
+
+DEV_MODES = ("eval", "train")
+
+
+def dev_gradient(
+    model: nn.Module,
+    loss_fn: LossFn,
+    batch: Any,
+    theta: dict[str, nn.Parameter],
+    *,
+    mode: str,
+    autocast: torch.dtype | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """J(theta_t, dev batch) and its gradient d_theta, line 7 of Algorithm 1. ``.grad`` is not involved.
+
+    `mode` is ``"eval"`` (BatchNorm's running statistics, no dropout) or ``"train"`` (the batch's own). `autocast` is
+    the training forward's precision; float16, whose gradients underflow without a GradScaler, is not followed.
+    """
+    device = next(iter(theta.values())).device
+    low = torch.autocast(device.type, torch.bfloat16, autocast == torch.bfloat16, cache_enabled=False)
+    with untouched(model, training=mode == "train"), torch.enable_grad():
+        with low:
+            dev_loss = checked_losses(loss_fn(model, batch), batch, "loss_fn on a dev batch").mean()
+        found = torch.autograd.grad(dev_loss, list(theta.values()), allow_unused=True)
+    return dev_loss.detach(), {name: g for name, g in zip(theta, found, strict=True) if g is not None}
 
 
 class DevBatches:
@@ -21,7 +47,7 @@ class DevBatches:
                 "dev_loader can be iterated only once (it is an iterator or generator). "
                 "Pass the DataLoader itself, or a list of batches."
             )
-        if hasattr(loader, "__len__") and len(loader) == 0:
+        if isinstance(loader, Sized) and len(loader) == 0:
             raise GradsieveError(_EMPTY)
         self.loader = loader
         self.stream = stream

@@ -7,6 +7,7 @@ label picks one: the score then depends on input and label.
 
 import copy
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ class ConvScorer(ExampleScorer):
     ):
         widths = (in_channels, width, 2 * width, 4 * width)
         layers: list[nn.Module] = []
-        for before, after in zip(widths, widths[1:], strict=False):
+        for before, after in pairwise(widths):
             layers += [nn.Conv2d(before, after, 3, stride=2, padding=1), nn.GroupNorm(4, after), nn.ReLU()]
         head = _zero_head(widths[-1], num_classes or 1)
         super().__init__(
@@ -82,15 +83,15 @@ def like(model: nn.Module, *, label: bool = False, split: Split = input_and_labe
             f"like(model) replaces the last linear layer by a one-number head, but {type(model).__name__} has none. "
             "Write a scorer of your own, or take ConvScorer or MLPScorer."
         )
-    for name, module in body.named_modules():
-        if hasattr(module, "reset_parameters"):
-            module.reset_parameters()
-        elif any(True for _ in module.parameters(recurse=False)):
-            for parameter in module.parameters(recurse=False):
+    for module in body.modules():
+        own = list(module.parameters(recurse=False))
+        if callable(reset := getattr(module, "reset_parameters", None)):
+            reset()
+        else:
+            for parameter in own:
                 nn.init.normal_(parameter, std=0.02)
-        for parameter in module.parameters(recurse=False):
+        for parameter in own:
             parameter.requires_grad_(True).grad = None
-        _ = name
     old = body.get_submodule(linear[-1])
     assert isinstance(old, nn.Linear)
     head = _zero_head(old.in_features, old.out_features if label else 1).to(old.weight.device, old.weight.dtype)
@@ -114,9 +115,7 @@ class SignalScorer(nn.Module):
 
     signals = ("loss", "alignment")
 
-    def __init__(
-        self, hidden: int = 16, *, features: Callable[[Any], Tensor] | None = None, num_features: int = 0
-    ):
+    def __init__(self, hidden: int = 16, *, features: Callable[[Any], Tensor] | None = None, num_features: int = 0):
         super().__init__()
         if (features is None) != (num_features == 0):
             raise GradsieveError("SignalScorer takes features and num_features together, or neither.")
@@ -124,12 +123,11 @@ class SignalScorer(nn.Module):
         self.body = nn.Sequential(nn.Linear(4 + num_features, hidden), nn.Tanh(), _zero_head(hidden, 1))
 
     def forward(self, batch: Any, *, loss: Tensor, alignment: Tensor) -> Tensor:
-        weight = self.body[0].weight
+        dtype = next(self.body.parameters()).dtype
         inputs = torch.stack([standardized(loss), torch.log1p(loss), standardized(alignment), scaled(alignment)], 1)
-        inputs = inputs.to(weight.dtype)  # (B, 4)
         if self.features is not None:
-            inputs = torch.cat([inputs, self.features(batch).to(weight.dtype)], 1)  # (B, 4 + F)
-        return self.body(inputs).squeeze(1)
+            inputs = torch.cat([inputs, self.features(batch).to(inputs)], 1)  # (B, 4 + F)
+        return self.body(inputs.to(dtype)).squeeze(1)
 
 
 def standardized(signal: Tensor) -> Tensor:

@@ -29,7 +29,9 @@ def sgd_derivative(
 def adam_derivative(
     x: Tensor, v_t: Tensor, step: Tensor | int, lr: float | Tensor, beta2: float, epsilon: float
 ) -> Tensor:
-    """Eq. 17, exact: g'(x) = lr sqrt(1 - beta2^t) (beta2 v_{t-1} + eps) / (beta2 v_{t-1} + (1 - beta2) x^2 + eps)^{3/2}.
+    """Eq. 17, exact, not its approximation.
+
+    g'(x) = lr sqrt(1 - beta2^t) (beta2 v_{t-1} + eps) / (beta2 v_{t-1} + (1 - beta2) x^2 + eps)^{3/2}
 
     Args:
         x: the gradient that the optimizer used.
@@ -61,7 +63,7 @@ def optimizer_direction(
     gradients: Mapping[str, Tensor | None],
     d_theta: Direction,
 ) -> dict[str, Tensor]:
-    """v = g'(x) * d_theta after ``optimizer.step()``, for SGD, Adam and AdamW.
+    """V = g'(x) * d_theta after ``optimizer.step()``, for SGD, Adam and AdamW.
 
     Parameters that the optimizer does not move (not in a group, or without a gradient) are absent from v.
 
@@ -91,9 +93,7 @@ def optimizer_direction(
     return direction
 
 
-def plain_direction(
-    theta: Mapping[str, Tensor], optimizer: Optimizer, d_theta: Direction
-) -> dict[str, Tensor]:
-    """v = d_theta, Eq. 2 as printed, for the parameters that the optimizer holds."""
+def plain_direction(optimizer: Optimizer, theta: Mapping[str, Tensor], d_theta: Direction) -> dict[str, Tensor]:
+    """V = d_theta, Eq. 2 as printed, for the parameters that the optimizer holds."""
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     return {name: d_theta[name] for name, p in theta.items() if id(p) in held and name in d_theta}

@@ -41,7 +41,7 @@ def norm(direction: Direction) -> Tensor:
 
 
 def moved(theta: Mapping[str, Tensor], direction: Direction, step: Tensor) -> dict[str, Tensor]:
-    """theta + step * v, for the parameters that v moves."""
+    """Theta + step * v, for the parameters that v moves."""
     if not direction:
         return {}
     names = list(direction)

@@ -128,9 +128,7 @@ def rewards(
     with replayed(device, random_state(device) if state is None else state), untouched(model):
         with torch.autocast(device.type, enabled=False):
             if estimator == "finite_difference":
-                return finite_difference(
-                    model, loss_fn, batch, direction, theta=theta, losses=losses, epsilon=epsilon
-                )
+                return finite_difference(model, loss_fn, batch, direction, theta=theta, losses=losses, epsilon=epsilon)
             if estimator == "jvp":
                 return jvp(model, loss_fn, batch, direction, theta=theta)
             return per_example(model, loss_fn, batch, direction, theta=theta, cosine=cosine)
@@ -204,7 +202,7 @@ def _plain_kernels(model: nn.Module) -> Iterator[None]:
         if recurrent:
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))
             stack.callback(setattr, torch.backends.mkldnn, "enabled", torch.backends.mkldnn.enabled)
-            torch.backends.mkldnn.enabled = False
+            setattr(torch.backends.mkldnn, "enabled", False)  # noqa: B010
         yield
 
 
@@ -223,5 +221,5 @@ def _forward_mode_errors() -> Iterator[None]:
             raise
         raise GradsieveError(
             f"estimator 'jvp' cannot differentiate this model: {what}. "
-            "Use estimator 'finite_difference' (for DDS: reward='finite_difference'), or 'per_example' to check small cases."
+            "Use estimator 'finite_difference' (DDS: reward='finite_difference'), or 'per_example' for small cases."
         ) from error

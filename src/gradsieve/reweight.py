@@ -1,14 +1,13 @@
 """Algorithm 1: every loss of the minibatch is scaled by the softmax of its score, and the scores are learned.
 
-    loss()   theta_{t-1}: losses, scores, weights          lines 3 to 5
-    the user's backward and optimizer.step()               line 6
-    step()   theta_t: dev gradient, rewards, psi           lines 7 to 10
+loss()   theta_{t-1}: losses, scores, weights          lines 3 to 5
+the user's backward and optimizer.step()               line 6
+step()   theta_t: dev gradient, rewards, psi           lines 7 to 10
 """
 
 import warnings
 import weakref
 from collections.abc import Iterable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,31 +15,41 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .dev import DevBatches
+from .dev import DEV_MODES, DevBatches, dev_gradient
 from .errors import GradsieveError
 from .networks import SignalScorer
 from .optimizers import is_known, optimizer_direction, plain_direction
-from .parameters import LossFn, checked_losses, device_of, norm, snapshot, trainable, untouched
+from .parameters import LossFn, checked_losses, device_of, norm, snapshot, trainable
 from .randomness import RandomState, RandomStream, random_state
 from .record import StepRecord
 from .reward import EPSILON, check_estimator, rewards
-from .scorer import PSI_GRADIENTS, bounded, checked_scores, effective_sample_size, example_weights, psi_objective
+from .scorer import (
+    MAX_LOGIT,
+    PSI_GRADIENTS,
+    bounded,
+    checked_scores,
+    climb,
+    default_optimizer,
+    effective_sample_size,
+    example_weights,
+    psi_objective,
+)
 
 SIGNALS = ("loss", "alignment")
 
 
 @dataclass
 class _Forward:
-    """What `loss()` keeps for `step()`: the batch at theta_{t-1}."""
+    """The training forward at theta_{t-1}, kept from `loss()` to `step()`."""
 
     batch: Any
-    losses: Tensor
-    scores: Tensor
-    weights: Tensor
-    theta_prev: dict[str, Tensor]
+    losses: Tensor  # (B,)
     state: RandomState
     autocast: torch.dtype | None
-    gradients: dict[str, Tensor | None] | None = None
+    theta_prev: dict[str, Tensor]
+    gradients: dict[str, Tensor | None] | None = None  # set when the optimizer steps
+    logits: Tensor | None = None  # (B,)
+    weights: Tensor | None = None  # (B,)
 
 
 class DDS:
@@ -97,7 +106,7 @@ class DDS:
         psi_gradient: str = "expectation",
         optimizer_aware: bool = True,
         update_every: int = 1,
-        max_logit: float | None = 2.0,
+        max_logit: float | None = MAX_LOGIT,
         uniform_mix: float = 0.0,
         dev_mode: str = "eval",
         sampled: bool = False,
@@ -106,7 +115,7 @@ class DDS:
     ):
         check_estimator(reward, cosine)
         _check(psi_gradient in PSI_GRADIENTS, f"psi_gradient must be one of {PSI_GRADIENTS}, not {psi_gradient!r}.")
-        _check(dev_mode in ("eval", "train"), f"dev_mode must be 'eval' or 'train', not {dev_mode!r}.")
+        _check(dev_mode in DEV_MODES, f"dev_mode must be one of {DEV_MODES}, not {dev_mode!r}.")
         _check(update_every >= 1, f"update_every must be at least 1, not {update_every}.")
         _check(max_logit is None or max_logit > 0, f"max_logit must be above 0 or None, not {max_logit}.")
         _check(0 <= uniform_mix <= 1, f"uniform_mix must lie between 0 and 1, not {uniform_mix}.")
@@ -122,7 +131,7 @@ class DDS:
         self.scorer = scorer
         unknown = set(getattr(scorer, "signals", ())) - set(SIGNALS)
         _check(not unknown, f"the scorer asks for signals {sorted(unknown)}; there are {SIGNALS}.")
-        self.scorer_optimizer = scorer_optimizer or _default_optimizer(scorer)
+        self.scorer_optimizer = scorer_optimizer or default_optimizer(scorer)
         self.dev = DevBatches(dev_loader, self.stream)
         self.reward, self.cosine, self.epsilon = reward, cosine, epsilon
         self.psi_gradient = "sampled" if sampled else psi_gradient
@@ -146,128 +155,100 @@ class DDS:
         losses = checked_losses(self.loss_fn(self.model, batch), batch)  # (B,)
         _check(losses.requires_grad, "the losses carry no gradient; loss_fn must not detach or run under no_grad.")
         autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+        theta_prev = snapshot(trainable(self.model)) if updating else {}
+        forward = _Forward(batch, losses.detach(), state, autocast, theta_prev)
 
-        signals = self._signals(batch, losses.detach(), state, autocast)
+        signals = self._signals(forward)
         with self.stream, torch.set_grad_enabled(updating):
             scores = checked_scores(self.scorer(batch, **signals), losses)
-            logits = bounded(scores, self.max_logit)
-            weights = self._weights(logits, finite=scores.isfinite().all())
-        theta_prev = snapshot(trainable(self.model)) if updating else {}
-        self._forward = _Forward(batch, losses.detach(), logits, weights, theta_prev, state, autocast)
-        return (weights.detach() * losses).sum()
+            forward.logits = bounded(scores, self.max_logit)
+            forward.weights = self._weights(forward.logits)
+        self._forward = forward
+        return (forward.weights.detach() * losses).sum()
 
     def step(self) -> StepRecord | None:
         """Lines 7 to 10 of Algorithm 1, after ``optimizer.step()``. A record if the scorer's turn came, else None."""
         forward, self._forward = self._forward, None
-        if forward is None:
+        if forward is None or forward.logits is None or forward.weights is None:
             raise GradsieveError("dds.step() needs the batch of dds.loss(): call loss() first, then step() once.")
         self.steps += 1
         if not forward.theta_prev:
             return None
+        weights = forward.weights.detach()
+        size = effective_sample_size(weights)
         if forward.gradients is None:
-            return self._record(forward, torch.zeros_like(forward.losses), forward.losses.new_zeros(()), {})
+            self._warn_that_the_optimizer_did_not_step()
+            self._skipped += 1
+            nothing = torch.full_like(weights, torch.nan)
+            return StepRecord(self.steps, nothing, weights, size, nothing.mean(), {}, stepped=False)
 
         theta = trainable(self.model)
-        dev_loss, d_theta = self._dev_gradient(theta, forward.autocast)
+        dev_batch = self.dev.draw()
+        with self.stream:
+            dev_loss, d_theta = dev_gradient(
+                self.model, self.loss_fn, dev_batch, theta, mode=self.dev_mode, autocast=forward.autocast
+            )
         if self.optimizer_aware:
             gradients = forward.gradients
             self._direction = optimizer_direction(self.optimizer, theta, forward.theta_prev, gradients, d_theta)
         else:
-            self._direction = plain_direction(theta, self.optimizer, d_theta)
-        r = self._rewards(forward.batch, forward.losses, forward.state, forward.autocast, forward.theta_prev)
-        return self._record(forward, r, dev_loss, d_theta)
+            self._direction = plain_direction(self.optimizer, theta, d_theta)
+        r = self._rewards(forward, forward.theta_prev)
 
-    def _weights(self, logits: Tensor, finite: Tensor) -> Tensor:
+        finite = {
+            "loss": forward.losses.isfinite().all(),
+            "score": forward.logits.isfinite().all(),
+            "dev gradient": norm(d_theta).isfinite() & dev_loss.isfinite(),
+            "reward": r.isfinite().all(),
+        }
+        good = torch.stack(list(finite.values())).all()
+        if self.scorer_optimizer is not None and forward.logits.requires_grad:
+            objective = psi_objective(forward.logits, forward.weights, r, self.psi_gradient)
+            finite["psi gradient"] = climb(self.scorer_optimizer, objective, good) | ~good
+            good = good & finite["psi gradient"]
+        self._skipped += ~good
+        return StepRecord(self.steps, r, weights, size, dev_loss, finite)
+
+    def _weights(self, logits: Tensor) -> Tensor:
         """(B,); uniform if the batch was drawn by score already, and where the scorer gave no usable numbers."""
         uniform = torch.full_like(logits, 1 / len(logits))
         if self.psi_gradient == "sampled":
             return uniform
+        finite = logits.isfinite().all()
         return torch.where(finite, example_weights(torch.where(finite, logits, 0.0), self.uniform_mix), uniform)
 
-    def _signals(self, batch: Any, losses: Tensor, state: RandomState, autocast: Any) -> dict[str, Tensor]:
-        """What the scorer asks to be told, at theta_{t-1}; the previous step's direction was taken there."""
+    def _signals(self, forward: _Forward) -> dict[str, Tensor]:
+        """What the scorer asks to be told, at theta_{t-1}; the last dev gradient was taken there."""
         wanted = getattr(self.scorer, "signals", ())
-        signals = {}
-        if "loss" in wanted:
-            signals["loss"] = losses
+        signals = {"loss": forward.losses} if "loss" in wanted else {}
         if "alignment" in wanted:
-            known = bool(self._direction)
-            signals["alignment"] = (
-                self._rewards(batch, losses, state, autocast) if known else torch.zeros_like(losses)
-            )
+            signals["alignment"] = self._rewards(forward) if self._direction else torch.zeros_like(forward.losses)
         return signals
 
-    def _rewards(
-        self, batch: Any, losses: Tensor, state: RandomState, autocast: Any, theta: dict[str, Tensor] | None = None
-    ) -> Tensor:
+    def _rewards(self, forward: _Forward, theta: dict[str, Tensor] | None = None) -> Tensor:
+        """Direction . grad l_i at theta, by default the present parameters, (B,)."""
         return rewards(
             self.model,
             self.loss_fn,
-            batch,
+            forward.batch,
             self._direction,
             estimator=self.reward,
             cosine=self.cosine,
             theta=theta,
-            losses=losses if autocast is None else None,  # losses in reduced precision are no base for a difference
-            state=state,
+            # Losses in reduced precision are no base for a small difference.
+            losses=forward.losses if forward.autocast is None else None,
+            state=forward.state,
             epsilon=self.epsilon,
         ).detach()
 
-    def _dev_gradient(
-        self, theta: dict[str, nn.Parameter], autocast: torch.dtype | None
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """J(theta_t, dev batch) and its gradient d_theta, line 7. ``.grad`` is not involved."""
-        device = self.stream.device
-        batch = self.dev.draw()
-        # Without a GradScaler float16 gradients underflow; bfloat16 has the range.
-        low = torch.autocast(device.type, torch.bfloat16, cache_enabled=False) if autocast == torch.bfloat16 else None
-        with self.stream, untouched(self.model, training=self.dev_mode == "train"), torch.enable_grad():
-            with low or nullcontext():
-                dev_loss = checked_losses(self.loss_fn(self.model, batch), batch, "loss_fn on a dev batch").mean()
-            found = torch.autograd.grad(dev_loss, list(theta.values()), allow_unused=True)
-        return dev_loss.detach(), {n: g for n, g in zip(theta, found, strict=True) if g is not None}
-
-    def _record(
-        self, forward: _Forward, r: Tensor, dev_loss: Tensor, d_theta: dict[str, Tensor]
-    ) -> StepRecord:
-        stepped = forward.gradients is not None
-        finite = {}
-        if stepped:
-            finite = {
-                "loss": forward.losses.isfinite().all(),
-                "score": forward.scores.isfinite().all(),
-                "dev gradient": norm(d_theta).isfinite() & dev_loss.isfinite(),
-                "reward": r.isfinite().all(),
-            }
-            finite["psi gradient"] = self._update_scorer(forward, r, torch.stack(list(finite.values())).all())
-        elif not self._warned:
+    def _warn_that_the_optimizer_did_not_step(self) -> None:
+        if not self._warned:
             self._warned = True
             warnings.warn(
                 "optimizer.step() has not run since dds.loss(), so the scorer was not updated. That is right when a "
                 "GradScaler skips a step; otherwise call dds.step() after optimizer.step().",
                 stacklevel=3,
             )
-        good = torch.stack(list(finite.values())).all() if finite else torch.zeros_like(self._skipped)
-        self._skipped += 1 - good.long()
-        weights = forward.weights.detach()
-        return StepRecord(self.steps, r, weights, effective_sample_size(weights), dev_loss, finite, stepped)
-
-    def _update_scorer(self, forward: _Forward, r: Tensor, good: Tensor) -> Tensor:
-        """Line 10: psi climbs. Returns whether its gradient was finite."""
-        psi = [p for group in self.scorer_optimizer.param_groups for p in group["params"]] if (
-            self.scorer_optimizer
-        ) else []
-        if not psi or not forward.scores.requires_grad:
-            return torch.ones_like(good)
-        objective = psi_objective(forward.scores, forward.weights, r, self.psi_gradient)
-        d_psi = torch.autograd.grad(-objective, psi, allow_unused=True)
-        finite = norm({str(i): g for i, g in enumerate(d_psi) if g is not None}).isfinite()
-        for parameter, gradient in zip(psi, d_psi, strict=True):
-            parameter.grad = gradient
-        _step_if(self.scorer_optimizer, good & finite)
-        for parameter in psi:
-            parameter.grad = None
-        return finite | ~good
 
     @property
     def skipped(self) -> int:
@@ -307,21 +288,6 @@ def _remember_gradients(optimizer: Optimizer, dds: "weakref.ref[DDS]") -> None:
             owner._forward.gradients = {name: p.grad for name, p in trainable(owner.model).items()}
 
     optimizer.register_step_post_hook(hook)
-
-
-def _step_if(optimizer: Optimizer, good: Tensor) -> None:
-    """``optimizer.step()`` if `good`, decided on the device where the optimizer can: GradScaler's own protocol."""
-    if getattr(optimizer, "_step_supports_amp_scaling", False):
-        optimizer.grad_scale, optimizer.found_inf = None, 1 - good.float()  # type: ignore[attr-defined]
-        optimizer.step()
-        del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
-    elif bool(good):
-        optimizer.step()
-
-
-def _default_optimizer(scorer: nn.Module) -> Optimizer | None:
-    psi = [p for p in scorer.parameters() if p.requires_grad]
-    return torch.optim.Adam(psi, lr=1e-3, fused=True) if psi else None
 
 
 def _check(holds: bool, message: str) -> None:

@@ -49,10 +49,11 @@ class ScoreSampler(Sampler[int]):
         collate_fn: Callable[[list[Any]], Any] | None = None,
         generator: torch.Generator | None = None,
     ):
-        if getattr(scorer, "signals", ()):
+        signals = tuple(getattr(scorer, "signals", ()))
+        if signals:
             raise GradsieveError(
-                f"ScoreSampler scores the data set ahead of training, so {type(scorer).__name__} cannot have the signals "
-                f"{tuple(scorer.signals)} it asks for. Use a scorer of the example alone, such as MLPScorer or ConvScorer."
+                f"ScoreSampler scores the data set ahead of training, so {type(scorer).__name__} cannot have the "
+                f"signals {signals} it asks for. Use a scorer of the example alone, such as MLPScorer or ConvScorer."
             )
         if not isinstance(dataset, Sized) or len(dataset) == 0:
             raise GradsieveError("ScoreSampler needs a data set with a length above 0.")
@@ -100,7 +101,7 @@ class ScoreSampler(Sampler[int]):
         self._cumulative = torch.softmax(logits, dim=0).cumsum(0).cpu()
 
     def probabilities(self) -> Tensor:
-        """p over the data set as last scored, (N,)."""
+        """P over the data set as last scored, (N,)."""
         if self._cumulative is None:
             self.refresh()
         assert self._cumulative is not None

@@ -1,27 +1,31 @@
 """Equations 3 and 6: from scores to weights, and from rewards to the gradient of psi.
 
-    p_i = softmax(s)_i over the minibatch            the weight of example i
-    psi climbs  E_{i ~ p} [ r_i grad log p_i ]       (6)
+p_i = softmax(s)_i over the minibatch            the weight of example i
+psi climbs  E_{i ~ p} [ r_i grad log p_i ]       (6)
 """
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Adam, Optimizer
 
 from .errors import GradsieveError
+from .parameters import norm
 
 MAX_LOGIT = 2.0
 """The default bound on scores, chosen by the table "Guards" in RESULTS.md."""
+
+SCORER_LR = 1e-3
 
 PSI_GRADIENTS = ("expectation", "algorithm1")
 
 
 def bounded(scores: Tensor, max_logit: float | None) -> Tensor:
-    """c tanh(s / c): no example is ever exp(2c) times as likely as another. The guard of clean data."""
+    """C tanh(s / c): no example is ever exp(2c) times as likely as another. The guard of clean data."""
     return scores if max_logit is None else max_logit * torch.tanh(scores / max_logit)
 
 
 def example_weights(scores: Tensor, uniform_mix: float = 0.0) -> Tensor:
-    """w = (1 - u) softmax(s) + u / B. Equal scores give exactly 1/B."""
+    """W = (1 - u) softmax(s) + u / B. Equal scores give exactly 1/B."""
     p = torch.softmax(scores, dim=0)  # (B,)
     return p + uniform_mix * (1 / len(scores) - p) if uniform_mix else p
 
@@ -46,6 +50,34 @@ def psi_objective(scores: Tensor, weights: Tensor, rewards: Tensor, form: str) -
     if form == "algorithm1":
         return (r * torch.log_softmax(scores, dim=0)).mean()
     return (r * (scores - scores.mean())).mean()
+
+
+def climb(optimizer: Optimizer, objective: Tensor, good: Tensor) -> Tensor:
+    """Line 10 of Algorithm 1: psi takes a step up the objective if `good` and if its gradient is finite.
+
+    Returns whether it was, without waiting for the device. A fused optimizer holds the step back on the device, by
+    the protocol that torch's GradScaler uses; any other has to be asked from the host.
+    """
+    psi = [p for group in optimizer.param_groups for p in group["params"]]
+    d_psi = torch.autograd.grad(-objective, psi, allow_unused=True)
+    finite = norm({str(i): g for i, g in enumerate(d_psi) if g is not None}).isfinite()
+    for parameter, gradient in zip(psi, d_psi, strict=True):
+        parameter.grad = gradient
+    if getattr(optimizer, "_step_supports_amp_scaling", False):
+        optimizer.grad_scale, optimizer.found_inf = None, 1 - (good & finite).float()  # type: ignore[attr-defined]
+        optimizer.step()
+        del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+    elif bool(good & finite):
+        optimizer.step()
+    for parameter in psi:
+        parameter.grad = None
+    return finite
+
+
+def default_optimizer(scorer: nn.Module) -> Optimizer | None:
+    """Adam at 0.001, or None for a scorer without parameters to learn."""
+    psi = [p for p in scorer.parameters() if p.requires_grad]
+    return Adam(psi, lr=SCORER_LR, fused=True) if psi else None
 
 
 def checked_scores(scores: object, losses: Tensor) -> Tensor:

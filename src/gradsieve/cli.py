@@ -1,0 +1,26 @@
+"""The `gradsieve` command: parse, call, print."""
+
+import sys
+
+EXTRAS = "pip install 'gradsieve[images,report]'"
+
+
+def main() -> None:
+    """Runs the command line. Bad input ends with exit code 2 and a message, not with a traceback."""
+    try:
+        from .commands import app
+    except ModuleNotFoundError as error:
+        sys.exit(_refuse(f"the gradsieve command needs the package {error.name}; install it with: {EXTRAS}"))
+    from .errors import GradsieveError
+
+    try:
+        app()
+    except GradsieveError as error:
+        sys.exit(_refuse(str(error)))
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _refuse(message: str) -> int:
+    print(f"gradsieve: {message}", file=sys.stderr)
+    return 2

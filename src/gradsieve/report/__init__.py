@@ -1,0 +1,1 @@
+"""Pictures and tables. Reads what runs leave behind, never the runs themselves."""
