@@ -27,7 +27,7 @@ def digits_budget(steps: int) -> Budget:
     """The setting of every digits figure in README and RESULTS."""
     return Budget(
         model=mlp,
-        optimizer=lambda model: torch.optim.Adam(model.parameters(), lr=1e-3),
+        optimizer=lambda model: torch.optim.Adam(model.parameters(), lr=2e-3),
         steps=steps,
         batch_size=64,
         dev_batch_size=64,
@@ -46,6 +46,7 @@ def run_demo(out: Path, *, seeds: int, steps: int, console: Console) -> None:
         f"Digits (1,100 images of 8x8), [bold]{NOISE:.0%} of the training labels wrong[/], 100 clean dev examples; "
         f"{seeds} seeds, {steps:,} steps each."
     )
+    torch.set_num_threads(1)  # more would spend their time waiting for each other on models of this size
     outcomes: dict[str, list[Outcome]] = {name: [] for name in METHODS}
     columns = (TextColumn("{task.description:<26}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:

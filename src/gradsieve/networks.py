@@ -105,7 +105,7 @@ def like(model: nn.Module, *, label: bool = False, split: Split = input_and_labe
 class SignalScorer(nn.Module):
     """A tiny network on what the training step knows of an example: its loss and its gradient's agreement with dev.
 
-    Both are put on the scale of their batch, so that the same psi serves all of training.
+    Both are put on the scale of their batch, and outliers clipped, so that the same psi serves all of training.
 
     Args:
         hidden: units of the hidden layer.
@@ -131,13 +131,13 @@ class SignalScorer(nn.Module):
 
 
 def standardized(signal: Tensor) -> Tensor:
-    """Mean 0 and deviation 1 over the batch; zeros if all are equal."""
+    """Mean 0 and deviation 1 over the batch, clipped to +-2; zeros if all are equal."""
     return scaled(signal - signal.mean())
 
 
 def scaled(signal: Tensor) -> Tensor:
-    """Root mean square 1 over the batch, keeping the sign."""
-    return signal / signal.square().mean().sqrt().clamp_min(1e-12)
+    """Root mean square 1 over the batch, keeping the sign, clipped to +-2."""
+    return (signal / signal.square().mean().sqrt().clamp_min(1e-12)).clamp(-2, 2)
 
 
 def _zero_head(in_features: int, out_features: int) -> nn.Linear:

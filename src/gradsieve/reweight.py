@@ -72,7 +72,7 @@ class DDS:
         loss_fn: ``loss_fn(model, batch) -> (B,)``, one loss per example.
         optimizer: the model's.
         dev_loader: any re-iterable of batches; drawn from without end and moved to the model's device.
-        scorer_optimizer: psi's; the default is Adam at 0.001. One that is not ``fused`` costs a wait for the
+        scorer_optimizer: psi's; the default is Adam at 0.003. One that is not ``fused`` costs a wait for the
             device in each update, because a non-finite update must be held back.
         reward: ``"finite_difference"`` (Eq. 7), ``"jvp"`` or ``"per_example"``; see reward.py.
         cosine: reward by cosine instead of dot product; only with ``"per_example"``.
@@ -81,8 +81,9 @@ class DDS:
         update_every: update the scorer at every k-th step. Weights are computed at every step.
         max_logit: scores are bounded to +-max_logit by tanh; None for no bound.
         uniform_mix: share of each weight that is simply 1/B.
-        dev_mode: ``"eval"`` runs the dev batch with BatchNorm's running statistics and without dropout,
-            ``"train"`` with the dev batch's own statistics and with dropout. Neither changes the statistics.
+        dev_mode: ``"train"`` runs the dev batch as training runs its own: with the batch's own BatchNorm statistics
+            and with dropout. ``"eval"``, as the authors do, with running statistics and without dropout. Neither
+            changes the statistics.
         sampled: the batches come from a `ScoreSampler` of the same scorer. Losses are then averaged, not weighted,
             and psi follows the printed REINFORCE form.
         epsilon: length of the finite-difference step.
@@ -108,7 +109,7 @@ class DDS:
         update_every: int = 1,
         max_logit: float | None = MAX_LOGIT,
         uniform_mix: float = 0.0,
-        dev_mode: str = "eval",
+        dev_mode: str = "train",
         sampled: bool = False,
         epsilon: float = EPSILON,
         seed: int | None = None,

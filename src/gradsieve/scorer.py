@@ -14,7 +14,7 @@ from .parameters import norm
 MAX_LOGIT = 2.0
 """The default bound on scores, chosen by the table "Guards" in RESULTS.md."""
 
-SCORER_LR = 1e-3
+SCORER_LR = 3e-3
 
 PSI_GRADIENTS = ("expectation", "algorithm1")
 
@@ -75,7 +75,7 @@ def climb(optimizer: Optimizer, objective: Tensor, good: Tensor) -> Tensor:
 
 
 def default_optimizer(scorer: nn.Module) -> Optimizer | None:
-    """Adam at 0.001, or None for a scorer without parameters to learn."""
+    """Adam at SCORER_LR, or None for a scorer without parameters to learn."""
     psi = [p for p in scorer.parameters() if p.requires_grad]
     return Adam(psi, lr=SCORER_LR, fused=True) if psi else None
 
