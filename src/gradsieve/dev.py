@@ -24,12 +24,13 @@ def dev_gradient(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """J(theta_t, dev batch) and its gradient d_theta, line 7 of Algorithm 1. ``.grad`` is not involved.
 
-    `mode` is ``"eval"`` (BatchNorm's running statistics, no dropout) or ``"train"`` (the batch's own). `autocast` is
-    the training forward's precision; float16, whose gradients underflow without a GradScaler, is not followed.
+    `mode` is ``"train"``, every module in the mode that it trains in, or ``"eval"``: BatchNorm's running statistics, no
+    dropout. `autocast` is the training forward's precision; float16, whose gradients underflow without a GradScaler,
+    is not followed.
     """
     device = next(iter(theta.values())).device
     low = torch.autocast(device.type, torch.bfloat16, autocast == torch.bfloat16, cache_enabled=False)
-    with untouched(model, training=mode == "train"), torch.enable_grad():
+    with untouched(model, training=False if mode == "eval" else None), torch.enable_grad():
         with low:
             dev_loss = checked_losses(loss_fn(model, batch), batch, "loss_fn on a dev batch").mean()
         found = torch.autograd.grad(dev_loss, list(theta.values()), allow_unused=True)

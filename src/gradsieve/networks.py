@@ -88,8 +88,7 @@ def like(model: nn.Module, *, label: bool = False, split: Split = input_and_labe
         if callable(reset := getattr(module, "reset_parameters", None)):
             reset()
         else:
-            for parameter in own:
-                nn.init.normal_(parameter, std=0.02)
+            _reset(module)
         for parameter in own:
             parameter.requires_grad_(True).grad = None
     old = body.get_submodule(linear[-1])
@@ -138,6 +137,15 @@ def standardized(signal: Tensor) -> Tensor:
 def scaled(signal: Tensor) -> Tensor:
     """Root mean square 1 over the batch, keeping the sign, clipped to +-2."""
     return (signal / signal.square().mean().sqrt().clamp_min(1e-12)).clamp(-2, 2)
+
+
+def _reset(module: nn.Module) -> None:
+    """For modules that cannot do it themselves: scales one, biases zero, everything else small and random."""
+    for name, parameter in module.named_parameters(recurse=False):
+        if parameter.ndim > 1:
+            nn.init.normal_(parameter, std=0.02)
+        else:
+            nn.init.constant_(parameter, 0.0 if "bias" in name else 1.0)
 
 
 def _zero_head(in_features: int, out_features: int) -> nn.Linear:

@@ -95,17 +95,17 @@ def checked_losses(losses: Any, batch: Any, who: str = "loss_fn") -> Tensor:
     """
     if not isinstance(losses, Tensor):
         raise GradsieveError(f"{who} must return a tensor with one loss per example, not {type(losses).__name__}.")
-    rows = {leaf.shape[0] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim}
-    expected = f"({rows.pop()},)" if len(rows) == 1 else "(B,)"
+    rows = sorted({leaf.shape[0] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim})
+    expected = f"({rows[0]},)" if len(rows) == 1 else "(B,)"
     if losses.ndim != 1:
         raise GradsieveError(
             f"{who} must return one loss per example, shape {expected}, but returned shape {tuple(losses.shape)}. "
             "Ask the loss for reduction='none' and average over everything but the batch."
         )
-    if expected not in ("(B,)", f"({len(losses)},)") or (rows and len(losses) not in rows):
+    if rows and len(losses) not in rows:
         raise GradsieveError(
-            f"{who} returned {len(losses)} losses, but no tensor of the batch has that many examples "
-            f"(expected {expected if not rows else sorted(rows)}). Return one loss per example."
+            f"{who} returned {len(losses)} losses, but the batch's tensors have {' or '.join(map(str, rows))} rows. "
+            "Return one loss per example."
         )
     if not losses.is_floating_point():
         raise GradsieveError(f"{who} must return floating-point losses, not {losses.dtype}.")

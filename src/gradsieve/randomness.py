@@ -44,10 +44,9 @@ class RandomStream:
 
     def __init__(self, device: torch.device, seed: int):
         self.device = device
-        outside = random_state(device)
-        torch.manual_seed(seed)
-        self.state = random_state(device)
-        set_random_state(device, outside)
+        self.state = {"cpu": torch.Generator().manual_seed(seed).get_state()}
+        if device.type not in ("cpu", "meta"):
+            self.state[device.type] = torch.Generator(device).manual_seed(seed).get_state()
         self._outside: list[RandomState] = []
 
     def __enter__(self) -> None:

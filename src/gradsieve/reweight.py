@@ -81,9 +81,9 @@ class DDS:
         update_every: update the scorer at every k-th step. Weights are computed at every step.
         max_logit: scores are bounded to +-max_logit by tanh; None for no bound.
         uniform_mix: share of each weight that is simply 1/B.
-        dev_mode: ``"train"`` runs the dev batch as training runs its own: with the batch's own BatchNorm statistics
-            and with dropout. ``"eval"``, as the authors do, with running statistics and without dropout. Neither
-            changes the statistics.
+        dev_mode: ``"train"`` runs the dev batch with every module in the mode that it trains in, BatchNorm thus on the
+            dev batch's own statistics. ``"eval"``, as the authors do, with running statistics and without dropout.
+            Neither changes the statistics.
         sampled: the batches come from a `ScoreSampler` of the same scorer. Losses are then averaged, not weighted,
             and psi follows the printed REINFORCE form.
         epsilon: length of the finite-difference step.
@@ -122,6 +122,7 @@ class DDS:
         _check(0 <= uniform_mix <= 1, f"uniform_mix must lie between 0 and 1, not {uniform_mix}.")
         _check(epsilon > 0, f"epsilon must be above 0, not {epsilon}.")
         _check(bool(trainable(model)), "the model has no parameter that requires a gradient.")
+        _check(isinstance(optimizer, Optimizer), f"optimizer must be a torch one, not {type(optimizer).__name__}.")
 
         self.model, self.loss_fn, self.optimizer = model, loss_fn, optimizer
         device = device_of(model)
@@ -145,7 +146,7 @@ class DDS:
         self._direction: dict[str, Tensor] = {}
         self._forward: _Forward | None = None
         self._warned = False
-        _remember_gradients(optimizer, weakref.ref(self))
+        self._remember_gradients()
 
     def loss(self, batch: Any) -> Tensor:
         """sum_i p_i l_i(theta_{t-1}), lines 3 to 5 of Algorithm 1: a scalar to call ``backward()`` on."""
@@ -242,6 +243,17 @@ class DDS:
             epsilon=self.epsilon,
         ).detach()
 
+    def _remember_gradients(self) -> None:
+        """``optimizer.step()`` notes the gradients that it used: `zero_grad` may drop them before `step()`."""
+        alive = weakref.ref(self)  # or the user's optimizer would keep this object, and its tensors, for ever
+
+        def hook(*_: Any) -> None:
+            dds = alive()
+            if dds is not None and dds._forward is not None and dds._forward.theta_prev:
+                dds._forward.gradients = {name: p.grad for name, p in trainable(dds.model).items()}
+
+        weakref.finalize(self, self.optimizer.register_step_post_hook(hook).remove)
+
     def _warn_that_the_optimizer_did_not_step(self) -> None:
         if not self._warned:
             self._warned = True
@@ -278,17 +290,6 @@ class DDS:
         self.stream.state = dict(state["random"])
         self.dev.load_state_dict(state["dev"])
         self._forward = None
-
-
-def _remember_gradients(optimizer: Optimizer, dds: "weakref.ref[DDS]") -> None:
-    """At each ``optimizer.step()``, keep hold of the gradients it used, which `zero_grad` may drop before `step()`."""
-
-    def hook(*_: Any) -> None:
-        owner = dds()
-        if owner is not None and owner._forward is not None and owner._forward.theta_prev:
-            owner._forward.gradients = {name: p.grad for name, p in trainable(owner.model).items()}
-
-    optimizer.register_step_post_hook(hook)
 
 
 def _check(holds: bool, message: str) -> None:

@@ -18,15 +18,17 @@ def plot_weights(
     figure, axes = plt.subplots(figsize=(8, 4.2), dpi=150)
     for runs, colour, name in ((right, RIGHT, "right labels"), (wrong, WRONG, "wrong labels")):
         curves = np.stack([_smooth(np.asarray(run), window) for run in runs])
-        steps = np.arange(curves.shape[1]) + len(runs[0]) - curves.shape[1] + 1
+        steps = np.arange(1, curves.shape[1] + 1)
         axes.fill_between(steps, curves.min(0), curves.max(0), color=colour, alpha=0.18, linewidth=0)
         axes.plot(steps, curves.mean(0), color=colour, linewidth=2)
         axes.annotate(
             name, (steps[-1], curves.mean(0)[-1]), (6, 0), textcoords="offset points", color=colour, va="center"
         )
     axes.axhline(1, color=QUIET, linewidth=1, linestyle=(0, (4, 3)))
-    axes.annotate("plain training", (1, 1), (4, 4), textcoords="offset points", color=QUIET, fontsize=9)
-    axes.set(xlabel="training step", ylabel="mean weight (uniform = 1)", ylim=(0, None))
+    axes.annotate("plain training", (len(right[0]), 1), (6, 0), textcoords="offset points", color=QUIET, va="center")
+    axes.set_xlabel("training step", color=INK)
+    axes.set_ylabel("mean weight (uniform = 1)", color=INK)
+    axes.set_ylim(0, None)
     axes.set_xlim(0, len(right[0]))
     axes.set_title(title, loc="left", color=INK, fontsize=12)
     axes.spines[["top", "right"]].set_visible(False)
@@ -37,6 +39,8 @@ def plot_weights(
 
 
 def _smooth(values: np.ndarray, window: int) -> np.ndarray:
-    """Moving average; shorter at the end than at the start by window - 1 steps."""
-    window = min(window, len(values))
-    return np.convolve(np.nan_to_num(values, nan=1.0), np.ones(window) / window, mode="valid")
+    """Mean over the last `window` steps, or as many as there were; steps without such examples are left out."""
+    known = np.isfinite(values)
+    sums, counts = np.cumsum(np.where(known, values, 0.0)), np.cumsum(known)
+    sums[window:], counts[window:] = sums[window:] - sums[:-window], counts[window:] - counts[:-window]
+    return sums / np.maximum(counts, 1)
