@@ -45,8 +45,9 @@ def moved(theta: Mapping[str, Tensor], direction: Direction, step: Tensor) -> di
     if not direction:
         return {}
     names = list(direction)
-    steps = torch._foreach_mul([direction[n] for n in names], step)
-    return dict(zip(names, torch._foreach_add([theta[n].detach() for n in names], steps), strict=True))
+    values = torch._foreach_mul([direction[n] for n in names], step)
+    torch._foreach_add_(values, [theta[n].detach() for n in names])
+    return dict(zip(names, values, strict=True))
 
 
 @contextmanager

@@ -48,7 +48,8 @@ class _Forward:
     autocast: torch.dtype | None
     theta_prev: dict[str, Tensor]
     gradients: dict[str, Tensor | None] | None = None  # set when the optimizer steps
-    logits: Tensor | None = None  # (B,)
+    scored: Tensor | None = None  # whether all scores were finite
+    logits: Tensor | None = None  # (B,), zeros if not
     weights: Tensor | None = None  # (B,)
 
 
@@ -90,7 +91,8 @@ class DDS:
         seed: of the random numbers that DDS itself draws (dev shuffling, dropout in dev pass and scorer);
             by default torch's initial seed. The global random state is never touched.
 
-    Memory beyond training: two copies of the parameters, the scorer, and its activations between `loss()` and `step()`.
+    Memory beyond training: two copies of the parameters (theta_{t-1} and v), two more while a reward is measured, the
+    scorer, and its activations between `loss()` and `step()`.
     """
 
     def __init__(
@@ -163,7 +165,8 @@ class DDS:
         signals = self._signals(forward)
         with self.stream, torch.set_grad_enabled(updating):
             scores = checked_scores(self.scorer(batch, **signals), losses)
-            forward.logits = bounded(scores, self.max_logit)
+            forward.scored = scores.isfinite().all()
+            forward.logits = bounded(torch.where(forward.scored, scores, 0.0), self.max_logit)
             forward.weights = self._weights(forward.logits)
         self._forward = forward
         return (forward.weights.detach() * losses).sum()
@@ -171,7 +174,7 @@ class DDS:
     def step(self) -> StepRecord | None:
         """Lines 7 to 10 of Algorithm 1, after ``optimizer.step()``. A record if the scorer's turn came, else None."""
         forward, self._forward = self._forward, None
-        if forward is None or forward.logits is None or forward.weights is None:
+        if forward is None or forward.scored is None or forward.logits is None or forward.weights is None:
             raise GradsieveError("dds.step() needs the batch of dds.loss(): call loss() first, then step() once.")
         self.steps += 1
         if not forward.theta_prev:
@@ -199,7 +202,7 @@ class DDS:
 
         finite = {
             "loss": forward.losses.isfinite().all(),
-            "score": forward.logits.isfinite().all(),
+            "score": forward.scored,
             "dev gradient": norm(d_theta).isfinite() & dev_loss.isfinite(),
             "reward": r.isfinite().all(),
         }
@@ -212,12 +215,10 @@ class DDS:
         return StepRecord(self.steps, r, weights, size, dev_loss, finite)
 
     def _weights(self, logits: Tensor) -> Tensor:
-        """(B,); uniform if the batch was drawn by score already, and where the scorer gave no usable numbers."""
-        uniform = torch.full_like(logits, 1 / len(logits))
+        """(B,); uniform if the batch was drawn by score already."""
         if self.psi_gradient == "sampled":
-            return uniform
-        finite = logits.isfinite().all()
-        return torch.where(finite, example_weights(torch.where(finite, logits, 0.0), self.uniform_mix), uniform)
+            return torch.full_like(logits, 1 / len(logits))
+        return example_weights(logits, self.uniform_mix)
 
     def _signals(self, forward: _Forward) -> dict[str, Tensor]:
         """What the scorer asks to be told, at theta_{t-1}; the last dev gradient was taken there."""
@@ -228,7 +229,7 @@ class DDS:
         return signals
 
     def _rewards(self, forward: _Forward, theta: dict[str, Tensor] | None = None) -> Tensor:
-        """Direction . grad l_i at theta, by default the present parameters, (B,)."""
+        """V . grad l_i at theta, by default the present parameters, (B,)."""
         return rewards(
             self.model,
             self.loss_fn,
