@@ -44,7 +44,7 @@ VARIANTS: dict[str, tuple[str, Scorer, dict[str, Any]]] = {
     "MLPScorer, image and label": ("dds", with_label, {}),
     "MLPScorer, image and label, no bound": ("dds", with_label, {"max_logit": None}),
     "MLPScorer, image and label, printed psi gradient": ("dds", with_label, {"psi_gradient": "algorithm1"}),
-    "MLPScorer, image and label, sampling": ("dds", with_label, {"sampled": True}),
+    "MLPScorer, image and label, sampling": ("dds", with_label, {}),
     "MLPScorer, image only": ("dds", image_only, {}),
     "like(model), image only (the paper's)": ("dds", like, {}),
 }
@@ -54,7 +54,8 @@ def run(cell: Cell) -> Outcome:
     variant, noise, seed = cell
     method, scorer, options = VARIANTS[variant]
     splits = with_label_noise(digits(seed=seed), noise, seed=seed)
-    return train(method, splits, digits_budget(1500), seed=seed, scorer=scorer, options=options)
+    sampled = variant.endswith("sampling")
+    return train(method, splits, digits_budget(1500), seed=seed, scorer=scorer, options=options, sampled=sampled)
 
 
 def main() -> None:

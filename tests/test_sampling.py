@@ -35,7 +35,8 @@ def test_draws_follow_the_softmax_of_the_scores() -> None:
     assert len(sampler) == 200_000
 
 
-def test_weighting_and_sampling_give_the_same_expected_gradients() -> None:
+@pytest.mark.parametrize("form", ["expectation", "algorithm1"])
+def test_weighting_and_sampling_give_the_same_expected_gradients(form: str) -> None:
     """For theta exactly, by summing over what may be drawn; for psi by the mean over many drawn batches."""
     model, dataset, scorer = mlp().eval().double(), data(), Table(torch.randn(12).double())
     whole: Batch = dataset.tensors  # type: ignore[assignment]
@@ -56,14 +57,16 @@ def test_weighting_and_sampling_give_the_same_expected_gradients() -> None:
     total = torch.zeros(12).double()
     for batch in draws.view(-1, 64):
         scores = scorer((None, None, batch))  # type: ignore[arg-type]
-        objective = psi_objective(scores, torch.full_like(scores, 1 / 64), rewards[batch], "sampled")
+        logits = scores - scores.detach()
+        objective = psi_objective(logits, example_weights(logits), rewards[batch], form)
         total += torch.autograd.grad(objective, scorer.parameters())[0]
     mean = total / 4000 * 64 / 63  # the batch's own mean as baseline takes 1/B of the signal
     assert float((mean - expected).norm() / expected.norm()) < 0.05
 
 
-def test_training_by_sampling() -> None:
-    """The losses are averaged, not weighted, and the example that hurts dev is drawn less and less."""
+@pytest.mark.parametrize("refresh_every", [1, 50])
+def test_training_by_sampling(refresh_every: int) -> None:
+    """Examples that hurt dev are drawn less and less; weights only make up for what was learned since the draw."""
     dataset = data(20)
     x, y, _ = dataset.tensors
     y[:10] = (x[:10, 0] > 0).long()
@@ -72,21 +75,22 @@ def test_training_by_sampling() -> None:
     dev = [(dev_x, (dev_x[:, 0] > 0).long())]
     model, scorer = mlp().double().eval(), Table(torch.zeros(20).double())
     optimizer = SGD(model.parameters(), lr=0.1)
-    sampler = ScoreSampler(dataset, scorer, batch_size=10, refresh_every=5, generator=torch.Generator().manual_seed(0))
+    sampler = ScoreSampler(dataset, scorer, batch_size=10, refresh_every=refresh_every)
     inner = torch.optim.Adam(scorer.parameters(), lr=0.05, fused=True)
-    dds = DDS(model, scorer, cross_entropy, optimizer, dev, sampled=True, scorer_optimizer=inner)
+    dds = DDS(model, scorer, cross_entropy, optimizer, dev, sampler=sampler, scorer_optimizer=inner)
     for _ in range(100):
         for batch in DataLoader(dataset, batch_size=10, sampler=sampler):
             optimizer.zero_grad()
             loss = dds.loss(batch)
-            torch.testing.assert_close(loss, cross_entropy(model, batch).mean())
+            if refresh_every == 1:
+                torch.testing.assert_close(loss, cross_entropy(model, batch).mean())
             loss.backward()
             optimizer.step()
             record = dds.step()
             assert record is not None
             assert record.skipped is None
     sampler.refresh()
-    assert float(sampler.probabilities()[:10].sum()) > 0.8
+    assert float(sampler.probabilities()[:10].sum()) > 0.75
 
 
 def test_scores_are_refreshed_every_n_steps_and_leave_no_trace() -> None:

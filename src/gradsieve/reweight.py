@@ -23,6 +23,7 @@ from .parameters import LossFn, checked_losses, device_of, norm, snapshot, train
 from .randomness import RandomState, RandomStream, random_state
 from .record import StepRecord
 from .reward import EPSILON, check_estimator, rewards
+from .sampling import ScoreSampler
 from .scorer import (
     MAX_LOGIT,
     PSI_GRADIENTS,
@@ -85,8 +86,8 @@ class DDS:
         dev_mode: ``"train"`` runs the dev batch with every module in the mode that it trains in, BatchNorm thus on the
             dev batch's own statistics. ``"eval"``, as the authors do, with running statistics and without dropout.
             Neither changes the statistics.
-        sampled: the batches come from a `ScoreSampler` of the same scorer. Losses are then averaged, not weighted,
-            and psi follows the printed REINFORCE form.
+        sampler: the `ScoreSampler` of the same scorer that draws the batches, if one does. Weights then only make up
+            for what the scorer has learned since the draw.
         epsilon: length of the finite-difference step.
         seed: of the random numbers that DDS itself draws (dev shuffling, dropout in dev pass and scorer);
             by default torch's initial seed. The global random state is never touched.
@@ -112,7 +113,7 @@ class DDS:
         max_logit: float | None = MAX_LOGIT,
         uniform_mix: float = 0.0,
         dev_mode: str = "train",
-        sampled: bool = False,
+        sampler: ScoreSampler | None = None,
         epsilon: float = EPSILON,
         seed: int | None = None,
     ):
@@ -138,7 +139,7 @@ class DDS:
         self.scorer_optimizer = scorer_optimizer or default_optimizer(scorer)
         self.dev = DevBatches(dev_loader, self.stream)
         self.reward, self.cosine, self.epsilon = reward, cosine, epsilon
-        self.psi_gradient = "sampled" if sampled else psi_gradient
+        self.psi_gradient, self.sampler = psi_gradient, sampler
         self.optimizer_aware = optimizer_aware and is_known(optimizer)
         self.update_every, self.max_logit, self.uniform_mix = update_every, max_logit, uniform_mix
         self.dev_mode = dev_mode
@@ -167,7 +168,9 @@ class DDS:
             scores = checked_scores(self.scorer(batch, **signals), losses)
             forward.scored = scores.isfinite().all()
             forward.logits = bounded(torch.where(forward.scored, scores, 0.0), self.max_logit)
-            forward.weights = self._weights(forward.logits)
+            if self.sampler is not None:
+                forward.logits = forward.logits - checked_scores(self.sampler.logits(batch), losses)
+            forward.weights = example_weights(forward.logits, self.uniform_mix)
         self._forward = forward
         return (forward.weights.detach() * losses).sum()
 
@@ -213,12 +216,6 @@ class DDS:
             good = good & finite["psi gradient"]
         self._skipped += ~good
         return StepRecord(self.steps, r, weights, size, dev_loss, finite)
-
-    def _weights(self, logits: Tensor) -> Tensor:
-        """(B,); uniform if the batch was drawn by score already."""
-        if self.psi_gradient == "sampled":
-            return torch.full_like(logits, 1 / len(logits))
-        return example_weights(logits, self.uniform_mix)
 
     def _signals(self, forward: _Forward) -> dict[str, Tensor]:
         """What the scorer asks to be told, at theta_{t-1}; the last dev gradient was taken there."""

@@ -1,5 +1,6 @@
 """The paper's other use of the scores (section 2.2): draw examples in proportion to them instead of weighting them."""
 
+import copy
 from collections.abc import Callable, Iterator, Sized
 from typing import Any
 
@@ -19,10 +20,12 @@ class ScoreSampler(Sampler[int]):
 
         sampler = ScoreSampler(train_set, scorer, batch_size=64)
         train_loader = DataLoader(train_set, batch_size=64, sampler=sampler)
-        dds = DDS(model, scorer, loss_fn, optimizer, dev_loader, sampled=True)
+        dds = DDS(model, scorer, loss_fn, optimizer, dev_loader, sampler=sampler)
 
     The scores of the whole data set are computed anew every `refresh_every` steps, batch by batch; what stays in
-    memory is 8 bytes per example.
+    memory is 8 bytes per example and a copy of the scorer as it then was. In between the scorer learns on while draws
+    follow the old scores s', so DDS weighs a drawn batch by softmax(s - s'): uniformly right after a refresh, where
+    psi's gradient is the printed REINFORCE form, and by what the scorer has learned since.
 
     Args:
         dataset: the training set, indexable.
@@ -71,6 +74,7 @@ class ScoreSampler(Sampler[int]):
             generator=torch.Generator(),  # or iterating would draw from the global random state
         )
         self._cumulative: Tensor | None = None
+        self._then = copy.deepcopy(scorer)
         self._steps = self._drawn = 0
 
     def __len__(self) -> int:
@@ -90,6 +94,7 @@ class ScoreSampler(Sampler[int]):
 
     def refresh(self) -> None:
         """Scores the data set with the scorer as it is now."""
+        self._then.load_state_dict(self.scorer.state_dict())
         device = device_of(self.scorer)
         scores = []
         with torch.no_grad(), untouched(self.scorer, training=False):
@@ -99,6 +104,11 @@ class ScoreSampler(Sampler[int]):
         logits = torch.where(logits.isfinite(), logits, 0.0)
         # multinomial stops at 2^24 categories; a binary search in the cumulative sum does not.
         self._cumulative = torch.softmax(logits, dim=0).cumsum(0).cpu()
+
+    @torch.no_grad()
+    def logits(self, batch: Any) -> Tensor:
+        """The batch's bounded scores as they were when the data set was last scored, (B,)."""
+        return bounded(self._then(batch), self.max_logit)
 
     def probabilities(self) -> Tensor:
         """P over the data set as last scored, (N,)."""
@@ -113,11 +123,13 @@ class ScoreSampler(Sampler[int]):
             "steps": self._steps,
             "drawn": self._drawn,
             "cumulative": self._cumulative,
+            "scorer": self._then.state_dict(),
             "random": self.generator.get_state(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._steps, self._drawn, self._cumulative = state["steps"], state["drawn"], state["cumulative"]
+        self._then.load_state_dict(state["scorer"])
         self.generator.set_state(state["random"])
 
     def _draw(self, count: int) -> Tensor:

@@ -40,16 +40,12 @@ def psi_objective(scores: Tensor, weights: Tensor, rewards: Tensor, form: str) -
 
     - ``"expectation"``, Eq. 6 over the batch: ``sum_i r_i grad w_i``, which is ``sum_i p_i r_i grad log p_i`` as
       long as nothing is mixed in; the exact derivative of the dev loss through the weighted step.
-    - ``"algorithm1"``, as printed there: ``1/B sum_i r_i grad log p_i`` over a batch drawn uniformly.
-    - ``"sampled"``, the same sum when the batch was itself drawn from p: the batch mean of ``grad s`` then estimates
-      what normalises p over the data set, and ``grad log p_i = grad s_i - mean_j grad s_j``.
+    - ``"algorithm1"``, as printed there: ``1/B sum_i r_i grad log p_i``. The two agree while p is uniform.
     """
     r = rewards.detach()
     if form == "expectation":
         return (r * weights).sum()
-    if form == "algorithm1":
-        return (r * torch.log_softmax(scores, dim=0)).mean()
-    return (r * (scores - scores.mean())).mean()
+    return (r * torch.log_softmax(scores, dim=0)).mean()
 
 
 def climb(optimizer: Optimizer, objective: Tensor, good: Tensor) -> Tensor:

@@ -76,9 +76,10 @@ def train(
     seed: int,
     scorer: Callable[[nn.Module], nn.Module] | None = None,
     options: dict[str, Any] | None = None,
+    sampled: bool = False,
     on_step: Callable[[], None] = lambda: None,
 ) -> Outcome:
-    """Trains `budget.model` by `method` and measures it. `scorer` and `options` are for DDS."""
+    """Trains `budget.model` by `method` and measures it. `scorer`, `options` and `sampled` are for DDS."""
     if method not in METHODS:
         raise GradsieveError(f"unknown method {method!r}; choose one of {', '.join(METHODS)}.")
     torch.manual_seed(seed)
@@ -91,11 +92,11 @@ def train(
     if method == "dds":
         dev_loader = splits.dev.loader(budget.dev_batch_size, generator=torch.Generator().manual_seed(seed + 1))
         net = scorer(model) if scorer else None
-        options = options or {}
-        way = DDS(model, net, cross_entropy, optimizer, dev_loader, **options)
-        if options.get("sampled") and net is not None:
+        sampler = None
+        if sampled and net is not None:
             sampler = ScoreSampler(data.dataset(), net, batch_size=budget.batch_size, generator=shuffle)
             loader = DataLoader(data.dataset(), budget.batch_size, sampler=sampler, drop_last=True)
+        way = DDS(model, net, cross_entropy, optimizer, dev_loader, sampler=sampler, **options or {})
 
     outcome, weights, best_dev = Outcome(), [], -1.0
     start, paused = time.perf_counter(), 0.0
