@@ -93,8 +93,9 @@ def snippets(document: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", (ROOT / document).read_text(), re.DOTALL)
 
 
-def test_the_readmes_snippets_run() -> None:
+def test_the_readmes_snippets_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one namespace, one after the other, on stand-ins for what the reader has."""
+    monkeypatch.chdir(tmp_path)
     from torch.nn import functional as F
     from torch.utils.data import DataLoader, TensorDataset
 
