@@ -69,6 +69,28 @@ def test_like_resets_what_has_no_reset_of_its_own() -> None:
     assert torch.equal(like(Scaled()).body.scale, torch.ones(4))  # type: ignore[arg-type]
 
 
+def test_like_takes_the_name_of_a_head_that_is_not_listed_last() -> None:
+    class Reversed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(5, 3)
+            self.trunk = nn.Linear(4, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.trunk(x))
+
+    assert like(Reversed(), head="head")((torch.randn(6, 4), None)).shape == (6,)
+    with pytest.raises(GradsieveError, match=r"head='tail'.*\['head', 'trunk'\]"):
+        like(Reversed(), head="tail")
+
+
+def test_scorers_of_the_input_alone_need_no_label() -> None:
+    x = torch.randn(4, 6)
+    assert MLPScorer(6)(x).shape == MLPScorer(6)((x,)).shape == (4,)
+    with pytest.raises(GradsieveError, match="batch has none"):
+        MLPScorer(6, 3)((x,))
+
+
 def test_like_needs_a_linear_layer() -> None:
     with pytest.raises(GradsieveError, match="last linear layer"):
         like(nn.Conv2d(3, 4, 3))

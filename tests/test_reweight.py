@@ -1,5 +1,6 @@
 """Algorithm 1: DDS against autograd through the unrolled step, and everything that it promises to leave alone."""
 
+import copy
 import io
 import warnings
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from zoo import KINDS, Batch, cross_entropy, differences, fingerprint, make, mlp
 
 from gradsieve import DDS, ConvScorer, GradsieveError, MLPScorer, SignalScorer, StepRecord
@@ -593,3 +594,176 @@ def test_clear_errors() -> None:
 class _First(nn.Module):
     def forward(self, batch: Batch) -> Tensor:
         return batch[0]
+
+
+def one_step_each(dds: DDS, optimizer: Optimizer, data: list[Batch]) -> list[StepRecord]:
+    found = [train_step(dds, optimizer, batch) for batch in data]
+    return [record for record in found if record is not None]
+
+
+def test_negative_losses_do_not_stop_the_default_scorer() -> None:
+    model, data = mlp(), batches(3, dtype=torch.float32)
+    optimizer = SGD(model.parameters(), lr=0.01)
+    dds = DDS(model, None, lambda m, b: cross_entropy(m, b) - 5, optimizer, data)
+    assert [r.skipped for r in one_step_each(dds, optimizer, data)] == [None] * 3
+
+
+def test_a_bad_dev_batch_costs_one_update_only() -> None:
+    model, data = mlp(), batches(4, dtype=torch.float32)
+    optimizer = SGD(model.parameters(), lr=0.01)
+    poisoned_dev = [data[0], (data[1][0] * torch.nan, data[1][1]), data[2], data[3]]
+    dds = DDS(model, None, cross_entropy, optimizer, poisoned_dev)
+    skipped = [r.skipped for r in one_step_each(dds, optimizer, data)]
+    assert skipped == [None, "non-finite dev gradient, reward", None, None]
+
+
+def test_a_scorer_may_not_share_parameters_with_the_model() -> None:
+    model, data = mlp(), batches(1, dtype=torch.float32)
+    optimizer = SGD(model.parameters(), lr=0.01)
+    scorer = nn.Sequential(_First(), model[0], nn.Linear(8, 1), nn.Flatten(0))
+    with pytest.raises(GradsieveError, match="share parameters"):
+        DDS(model, scorer, cross_entropy, optimizer, data)
+    head = torch.optim.Adam(scorer[2].parameters(), fused=True)
+    dds = DDS(model, scorer, cross_entropy, optimizer, data, scorer_optimizer=head)
+    optimizer.zero_grad()
+    dds.loss(data[0]).backward()
+
+
+def test_a_scorer_optimizer_may_hold_frozen_parameters() -> None:
+    model, data, scorer = mlp(), batches(2, dtype=torch.float32), MLPScorer(6)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    scorer.body[1].weight.requires_grad_(False)  # type: ignore[index, union-attr]
+    dds = DDS(model, scorer, cross_entropy, optimizer, data, scorer_optimizer=Adam(scorer.parameters()))
+    assert one_step_each(dds, optimizer, data)[-1].skipped is None
+
+
+def test_parameters_may_be_frozen_on_the_way() -> None:
+    model, data = mlp(), batches(3, dtype=torch.float32)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    dds = DDS(model, None, cross_entropy, optimizer, data)
+    train_step(dds, optimizer, data[0])
+    model[0].requires_grad_(False)
+    assert one_step_each(dds, optimizer, data)[-1].skipped is None
+
+
+def test_what_happens_between_optimizer_step_and_step_does_not_matter() -> None:
+    """Gradients zeroed in place, learning rates changed: g' was taken as the optimizer stepped."""
+
+    def run(meddle: bool) -> Tensor:
+        torch.manual_seed(0)
+        model, data = mlp().eval(), batches(2, dtype=torch.float32)
+        optimizer = Adam(model.parameters(), lr=0.01)
+        dds = DDS(model, MLPScorer(6), cross_entropy, optimizer, data)
+        train_step(dds, optimizer, data[0])
+        optimizer.zero_grad()
+        dds.loss(data[1]).backward()
+        optimizer.step()
+        if meddle:
+            optimizer.zero_grad(set_to_none=False)
+            optimizer.param_groups[0]["lr"] = 7.0
+        record = dds.step()
+        assert record is not None
+        return record.rewards
+
+    assert torch.equal(run(True), run(False))
+
+
+def test_the_reward_pass_starts_from_the_buffers_of_the_training_forward() -> None:
+    """Spectral norm moves its buffers in every training forward; the reward must not see one more iteration."""
+    layer = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 3))
+    model, (batch,) = nn.Sequential(layer).double(), batches(1)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    found = {}
+    for reward in ("finite_difference", "per_example"):
+        torch.manual_seed(0)
+        twin = copy.deepcopy(model)
+        optimizer = SGD(twin.parameters(), lr=0.1)
+        dds = DDS(twin, MLPScorer(6).double(), cross_entropy, optimizer, [batch], reward=reward)
+        record = train_step(dds, optimizer, batch)
+        assert record is not None
+        found[reward] = record.rewards
+    torch.testing.assert_close(found["finite_difference"], found["per_example"], rtol=1e-2, atol=1e-4)
+
+
+def test_autocast_inside_the_loss_is_refused_by_finite_differences_and_fine_for_jvp() -> None:
+    model, (dev, batch) = mlp(activation=nn.Tanh).eval(), batches(2, dtype=torch.float32)
+    optimizer = SGD(model.parameters(), lr=0.1)
+
+    def inside(model: nn.Module, batch: Batch) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return cross_entropy(model, batch)
+
+    with pytest.raises(GradsieveError, match=r"bfloat16.*around dds.loss\(\).*'jvp'"):
+        train_step(DDS(model, None, inside, optimizer, [dev]), optimizer, batch)
+    record = train_step(DDS(model, MLPScorer(6), inside, optimizer, [dev], reward="jvp"), optimizer, batch)
+    assert record is not None
+    assert float(record.rewards.abs().min()) > 0
+
+
+def test_half_precision_inputs_under_autocast() -> None:
+    model, (dev, batch) = mlp().eval(), batches(2, dtype=torch.bfloat16)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    dds = DDS(model, None, cross_entropy, optimizer, [dev])
+    for _ in range(2):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = dds.loss(batch)
+        loss.backward()
+        optimizer.step()
+        record = dds.step()
+    assert record is not None
+    assert record.skipped is None
+
+
+def test_batches_of_every_shape() -> None:
+    """A list with one dict per example; time first; a loader over an unsized data set."""
+    model = mlp().eval()
+    optimizer = SGD(model.parameters(), lr=0.1)
+
+    def of_dicts(model: nn.Module, batch: list[dict[str, Tensor]]) -> Tensor:
+        return torch.stack([F.cross_entropy(model(e["x"]), e["y"]) for e in batch])
+
+    dicts = [{"x": torch.randn(k + 2, 6), "y": torch.randint(3, (k + 2,))} for k in range(5)]
+    assert train_step(DDS(model, None, of_dicts, optimizer, [dicts]), optimizer, dicts) is not None
+
+    def time_first(model: nn.Module, batch: Tensor) -> Tensor:
+        return model(batch).mean(0)[:, 0]
+
+    times = torch.randn(7, 5, 6)
+    assert train_step(DDS(model, None, time_first, optimizer, [times]), optimizer, times) is not None
+
+    class Stream(IterableDataset[Batch]):
+        def __iter__(self) -> Iterator[Batch]:
+            yield from zip(*batches(1, dtype=torch.float32)[0], strict=True)
+
+    loader = DataLoader(Stream(), 4)
+    dds = DDS(model, None, cross_entropy, optimizer, loader)
+    assert len(one_step_each(dds, optimizer, batches(5, dtype=torch.float32))) == 5
+
+
+def test_a_dev_batch_of_one_example_with_batchnorm_is_named() -> None:
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    x, y = batches(1, dtype=torch.float32)[0]
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with pytest.raises(GradsieveError, match=r"drop_last=True.*dev_mode='eval'"):
+        train_step(DDS(model, None, cross_entropy, optimizer, [(x[:1], y[:1])]), optimizer, (x, y))
+    dds = DDS(model, None, cross_entropy, optimizer, [(x[:1], y[:1])], dev_mode="eval")
+    assert train_step(dds, optimizer, (x, y)) is not None
+
+
+def test_sparse_embedding_gradients() -> None:
+    model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Flatten(), nn.Linear(8, 3))
+    batch = (torch.randint(10, (6, 2)), torch.randint(3, (6,)))
+    optimizer = SGD(model.parameters(), lr=0.1)
+    dds = DDS(model, None, cross_entropy, optimizer, [batch])
+    assert one_step_each(dds, optimizer, [batch, batch])[-1].skipped is None
+
+
+def test_a_state_of_another_loader_is_refused() -> None:
+    model, data = mlp(), batches(1, dtype=torch.float32)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    own = DataLoader(TensorDataset(*data[0]), 2, shuffle=True, generator=torch.Generator())
+    dds, other = DDS(model, None, cross_entropy, optimizer, own), DDS(model, None, cross_entropy, optimizer, data)
+    train_step(dds, optimizer, data[0])
+    with pytest.raises(GradsieveError, match="1 generators of its own, this one with 0"):
+        other.load_state_dict(dds.state_dict())

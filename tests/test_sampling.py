@@ -148,3 +148,42 @@ def test_clear_errors() -> None:
         ScoreSampler(data(0), MLPScorer(6), batch_size=4)
     with pytest.raises(GradsieveError, match="at least 1"):
         ScoreSampler(data(), MLPScorer(6), batch_size=0)
+
+
+def test_a_sampler_belongs_to_its_scorer() -> None:
+    model, dataset, scorer = mlp(), data(), MLPScorer(6)
+    sampler, optimizer = ScoreSampler(dataset, scorer, batch_size=4), SGD(model.parameters(), lr=0.1)
+    for other, bound in ((MLPScorer(6), 2.0), (None, 2.0), (scorer, 1.0)):
+        with pytest.raises(GradsieveError, match="same scorer"):
+            DDS(model, other, cross_entropy, optimizer, [0], sampler=sampler, max_logit=bound)
+
+
+def test_a_pass_is_whole_whatever_other_iterators_do() -> None:
+    dataset, scorer = data(), Table(torch.zeros(12).double())
+    sampler = ScoreSampler(dataset, scorer, batch_size=5)
+    first = iter(sampler)
+    next(first)
+    assert len(list(sampler)) == len(list(sampler)) == 12
+
+
+def test_right_after_a_refresh_weights_are_uniform_even_with_dropout() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1)).double()
+
+        def forward(self, batch: tuple[Tensor, ...]) -> Tensor:
+            return self.net(batch[0]).squeeze(1)
+
+    model, dataset, scorer = mlp().double(), data(), Net()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    sampler = ScoreSampler(dataset, scorer, batch_size=6, refresh_every=1)
+    dds = DDS(model, scorer, cross_entropy, optimizer, [dataset.tensors], sampler=sampler)
+    for batch in DataLoader(dataset, 6, sampler=sampler):
+        optimizer.zero_grad()
+        dds.loss(batch).backward()
+        optimizer.step()
+        record = dds.step()
+        assert record is not None
+        torch.testing.assert_close(record.weights, torch.full((6,), 1 / 6).double())
+    assert scorer.training

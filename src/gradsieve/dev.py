@@ -1,6 +1,7 @@
 """The dev set: its gradient, and its batches without end, from any loader, with a position that can be saved."""
 
 from collections.abc import Iterable, Iterator, Sized
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -31,10 +32,24 @@ def dev_gradient(
     device = next(iter(theta.values())).device
     low = torch.autocast(device.type, torch.bfloat16, autocast == torch.bfloat16, cache_enabled=False)
     with untouched(model, training=False if mode == "eval" else None), torch.enable_grad():
-        with low:
+        with low, _batchnorm_errors():
             dev_loss = checked_losses(loss_fn(model, batch), batch, "loss_fn on a dev batch").mean()
         found = torch.autograd.grad(dev_loss, list(theta.values()), allow_unused=True)
-    return dev_loss.detach(), {name: g for name, g in zip(theta, found, strict=True) if g is not None}
+    dense = (g.to_dense() if g is not None and g.is_sparse else g for g in found)
+    return dev_loss.detach(), {name: g for name, g in zip(theta, dense, strict=True) if g is not None}
+
+
+@contextmanager
+def _batchnorm_errors() -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        if "Expected more than 1 value per channel" not in str(error):
+            raise
+        raise GradsieveError(
+            "a dev batch of one example has no BatchNorm statistics of its own. "
+            "Make the dev loader with drop_last=True or another batch size, or pass dev_mode='eval'."
+        ) from error
 
 
 class DevBatches:
@@ -48,8 +63,9 @@ class DevBatches:
                 "dev_loader can be iterated only once (it is an iterator or generator). "
                 "Pass the DataLoader itself, or a list of batches."
             )
-        if isinstance(loader, Sized) and len(loader) == 0:
-            raise GradsieveError(_EMPTY)
+        with suppress(TypeError):  # a loader of an unsized data set has a length that fails; draw() will see
+            if isinstance(loader, Sized) and len(loader) == 0:
+                raise GradsieveError(_EMPTY)
         self.loader = loader
         self.stream = stream
         self._batches: Iterator[Any] | None = None
@@ -89,10 +105,16 @@ class DevBatches:
         self._batches, self._drawn = None, 0
         if not state["begun"]:
             return
+        generators = self._generators()
+        if len(generators) != len(state["generators"]):
+            raise GradsieveError(
+                f"the saved dev_loader shuffled with {len(state['generators'])} generators of its own, this one with "
+                f"{len(generators)}. Resume with a loader that is made in the same way."
+            )
         own = self.stream.state
-        self.stream.state = state["start"]
-        for generator, saved in zip(self._generators(), state["generators"], strict=True):
-            generator.set_state(saved)
+        self.stream.state = {device: value.cpu() for device, value in state["start"].items()}
+        for generator, saved in zip(generators, state["generators"], strict=True):
+            generator.set_state(saved.cpu())
         for _ in range(state["drawn"]):
             self.draw()
         self.stream.state = own

@@ -15,13 +15,15 @@ from torch import Tensor, nn
 
 from .errors import GradsieveError
 
-Split = Callable[[Any], tuple[Tensor, Tensor]]
+Split = Callable[[Any], tuple[Tensor, Tensor | None]]
 
 
-def input_and_label(batch: Any) -> tuple[Tensor, Tensor]:
-    """The default `split`: the first two members of a tuple or list."""
-    if isinstance(batch, Sequence) and len(batch) >= 2:
-        return batch[0], batch[1]
+def input_and_label(batch: Any) -> tuple[Tensor, Tensor | None]:
+    """The default `split`: the first two members of a tuple or list; a lone tensor is an input without label."""
+    if isinstance(batch, Tensor):
+        return batch, None
+    if isinstance(batch, Sequence) and batch:
+        return batch[0], batch[1] if len(batch) > 1 else None
     raise GradsieveError(
         f"this scorer reads (input, label) batches, not {type(batch).__name__}. "
         "Pass split=, a function that takes your batch apart: batch -> (input, label)."
@@ -40,7 +42,11 @@ class ExampleScorer(nn.Module):
     def forward(self, batch: Any) -> Tensor:
         x, y = self.split(batch)
         scores = self.body(x)  # (B, classes or 1)
-        return scores.gather(1, y.long().unsqueeze(1)).squeeze(1) if self.label else scores.squeeze(1)
+        if not self.label:
+            return scores.squeeze(1)
+        if y is None:
+            raise GradsieveError("this scorer reads the label, but the batch has none.")
+        return scores.gather(1, y.long().unsqueeze(1)).squeeze(1)
 
 
 class MLPScorer(ExampleScorer):
@@ -70,14 +76,18 @@ class ConvScorer(ExampleScorer):
         )
 
 
-def like(model: nn.Module, *, label: bool = False, split: Split = input_and_label) -> ExampleScorer:
+def like(
+    model: nn.Module, *, label: bool = False, head: str | None = None, split: Split = input_and_label
+) -> ExampleScorer:
     """The paper's scorer: the model's architecture with weights of its own and a one-number head.
 
-    For any classifier whose last layer is linear; that layer becomes the head. `label` lets the label choose among
-    as many outputs as the model has classes.
+    For any classifier whose last layer is linear. `head` names that layer if it is not the last linear one that the
+    model lists. `label` lets the label choose among as many outputs as the model has classes.
     """
     body = copy.deepcopy(model)
     linear = [name for name, module in body.named_modules() if isinstance(module, nn.Linear)]
+    if head is not None and head not in linear:
+        raise GradsieveError(f"head={head!r} is no linear layer of {type(model).__name__}; there are {linear}.")
     if not linear:
         raise GradsieveError(
             f"like(model) replaces the last linear layer by a one-number head, but {type(model).__name__} has none. "
@@ -91,13 +101,14 @@ def like(model: nn.Module, *, label: bool = False, split: Split = input_and_labe
             _reset(module)
         for parameter in own:
             parameter.requires_grad_(True).grad = None
-    old = body.get_submodule(linear[-1])
+    name = linear[-1] if head is None else head
+    old = body.get_submodule(name)
     assert isinstance(old, nn.Linear)
-    head = _zero_head(old.in_features, old.out_features if label else 1).to(old.weight.device, old.weight.dtype)
-    if linear[-1] == "":
-        return ExampleScorer(head, label, split)
-    parent, _, child = linear[-1].rpartition(".")
-    setattr(body.get_submodule(parent), child, head)
+    new = _zero_head(old.in_features, old.out_features if label else 1).to(old.weight.device, old.weight.dtype)
+    if name == "":
+        return ExampleScorer(new, label, split)
+    parent, _, child = name.rpartition(".")
+    setattr(body.get_submodule(parent), child, new)
     return ExampleScorer(body.train(), label, split)
 
 
@@ -123,7 +134,8 @@ class SignalScorer(nn.Module):
 
     def forward(self, batch: Any, *, loss: Tensor, alignment: Tensor) -> Tensor:
         dtype = next(self.body.parameters()).dtype
-        inputs = torch.stack([standardized(loss), torch.log1p(loss), standardized(alignment), scaled(alignment)], 1)
+        level = loss.sign() * loss.abs().log1p()  # losses such as a log density may be negative
+        inputs = torch.stack([standardized(loss), level, standardized(alignment), scaled(alignment)], 1)  # (B, 4)
         if self.features is not None:
             inputs = torch.cat([inputs, self.features(batch).to(inputs)], 1)  # (B, 4 + F)
         return self.body(inputs.to(dtype)).squeeze(1)

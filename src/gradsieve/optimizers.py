@@ -6,13 +6,11 @@ coordinate by coordinate.
 """
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
-
-from .parameters import Direction
 
 
 def sgd_derivative(
@@ -51,49 +49,45 @@ def is_known(optimizer: Optimizer) -> bool:
     warnings.warn(
         f"gradsieve does not know the derivative g' of {type(optimizer).__name__}{' with amsgrad' if amsgrad else ''}: "
         "rewards use the plain dev gradient. Pass optimizer_aware=False to say that this is what you want.",
-        stacklevel=4,
+        stacklevel=3,
     )
     return False
 
 
-def optimizer_direction(
-    optimizer: Optimizer,
-    theta: Mapping[str, Tensor],
-    theta_prev: Mapping[str, Tensor],
-    gradients: Mapping[str, Tensor | None],
-    d_theta: Direction,
-) -> dict[str, Tensor]:
-    """V = g'(x) * d_theta after ``optimizer.step()``, for SGD, Adam and AdamW.
+def optimizer_derivative(
+    optimizer: Optimizer, theta: Mapping[str, Tensor], theta_prev: Mapping[str, Tensor]
+) -> dict[str, float | Tensor]:
+    """g'(x) by parameter name, for SGD, Adam and AdamW; to be called as ``optimizer.step()`` ends.
 
-    Parameters that the optimizer does not move (not in a group, or without a gradient) are absent from v.
+    A parameter that the optimizer does not move (not in a group, or without a gradient) is absent: its g' is zero.
 
     Args:
-        theta: the model's parameters, as the optimizer holds them.
+        theta: the model's parameters, as the optimizer holds them, with their gradients x.
         theta_prev: their values before the step; Adam's weight decay enters x through them.
-        gradients: the training gradients that the optimizer used.
-        d_theta: the dev gradient at theta_t.
     """
-    groups: dict[int, dict[str, Any]] = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-    direction = {}
-    for name, parameter in theta.items():
-        group, x = groups.get(id(parameter)), gradients.get(name)
-        if group is None or x is None or name not in d_theta:
+    derivative: dict[str, float | Tensor] = {}
+    for name, group, parameter in _held(optimizer, theta):
+        x = parameter.grad
+        if x is None:
             continue
-        derivative: float | Tensor
         if isinstance(optimizer, SGD):
-            derivative = sgd_derivative(group["lr"], group["momentum"], group["dampening"], group["nesterov"])
-        else:
-            state = optimizer.state[parameter]
-            if isinstance(optimizer, Adam) and not group.get("decoupled_weight_decay") and group["weight_decay"]:
-                x = (-x if group["maximize"] else x) + group["weight_decay"] * theta_prev[name]
-            derivative = adam_derivative(
-                x, state["exp_avg_sq"], state["step"], group["lr"], group["betas"][1], group["eps"]
-            )
-        direction[name] = derivative * d_theta[name]
-    return direction
+            derivative[name] = sgd_derivative(group["lr"], group["momentum"], group["dampening"], group["nesterov"])
+            continue
+        if group["weight_decay"] and not group.get("decoupled_weight_decay"):
+            x = (-x if group["maximize"] else x) + group["weight_decay"] * theta_prev[name]
+        state = optimizer.state[parameter]
+        v_t, t = state["exp_avg_sq"], state["step"]
+        derivative[name] = adam_derivative(x, v_t, t, group["lr"], group["betas"][1], group["eps"])
+    return derivative
 
 
-def plain_direction(optimizer: Optimizer, theta: Mapping[str, Tensor], d_theta: Direction) -> dict[str, Tensor]:
-    """V = d_theta, Eq. 2 as printed, for the parameters that the optimizer holds."""
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    return {name: d_theta[name] for name, p in theta.items() if id(p) in held and name in d_theta}
+def no_derivative(optimizer: Optimizer, theta: Mapping[str, Tensor]) -> dict[str, float | Tensor]:
+    """G' = 1, Eq. 2 as printed, for the parameters that the optimizer holds."""
+    return {name: 1.0 for name, _, _ in _held(optimizer, theta)}
+
+
+def _held(optimizer: Optimizer, theta: Mapping[str, Tensor]) -> Iterator[tuple[str, dict[str, Any], Tensor]]:
+    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    for name, parameter in theta.items():
+        if id(parameter) in groups:
+            yield name, groups[id(parameter)], parameter

@@ -67,15 +67,19 @@ def lent(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
 
 
 @contextmanager
-def untouched(model: nn.Module, *, training: bool | None = None) -> Iterator[None]:
+def untouched(
+    model: nn.Module, *, training: bool | None = None, buffers: Mapping[str, Tensor] | None = None
+) -> Iterator[None]:
     """Buffers (BatchNorm statistics) and train/eval modes are afterwards what they were before.
 
     `training` sets the mode inside. Recurrent layers stay as they are: cuDNN differentiates them in
-    training mode only.
+    training mode only. `buffers` sets buffers inside, by name: power iterations and the like go on from there.
     """
     modes = [(module, module.training) for module in model.modules()]
-    buffers = [(m, name, b, b.data.clone()) for m, _ in modes for name, b in m._buffers.items() if b is not None]
+    own = [(m, name, b, b.data.clone()) for m, _ in modes for name, b in m._buffers.items() if b is not None]
     try:
+        for name, value in (buffers or {}).items():
+            model.get_buffer(name).data.copy_(value)
         if training is not None:
             for module, _ in modes:
                 if not isinstance(module, nn.RNNBase):
@@ -84,7 +88,7 @@ def untouched(model: nn.Module, *, training: bool | None = None) -> Iterator[Non
     finally:
         for module, mode in modes:
             module.training = mode
-        for module, name, buffer, value in buffers:
+        for module, name, buffer, value in own:
             buffer.data.copy_(value)
             module._buffers[name] = buffer
 
@@ -96,16 +100,18 @@ def checked_losses(losses: Any, batch: Any, who: str = "loss_fn") -> Tensor:
     """
     if not isinstance(losses, Tensor):
         raise GradsieveError(f"{who} must return a tensor with one loss per example, not {type(losses).__name__}.")
-    rows = sorted({leaf.shape[0] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim})
-    expected = f"({rows[0]},)" if len(rows) == 1 else "(B,)"
+    tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
+    rows = {t.shape[0] for t in tensors}
+    expected = f"({min(rows)},)" if len(rows) == 1 else "(B,)"
     if losses.ndim != 1:
         raise GradsieveError(
             f"{who} must return one loss per example, shape {expected}, but returned shape {tuple(losses.shape)}. "
             "Ask the loss for reduction='none' and average over everything but the batch."
         )
-    if rows and len(losses) not in rows:
+    sizes = {size for t in tensors for size in t.shape} | {len(batch) if isinstance(batch, list | tuple) else 0}
+    if tensors and len(losses) not in sizes:
         raise GradsieveError(
-            f"{who} returned {len(losses)} losses, but the batch's tensors have {' or '.join(map(str, rows))} rows. "
+            f"{who} returned {len(losses)} losses, but nothing in the batch has that size (expected shape {expected}). "
             "Return one loss per example."
         )
     if not losses.is_floating_point():
@@ -122,6 +128,11 @@ def to_device(batch: Any, device: torch.device) -> Any:
         return leaf.to(device) if hasattr(leaf, "to") else leaf
 
     return pytree.tree_map(move, batch)
+
+
+def full_precision(batch: Any) -> Any:
+    """The batch with its half-precision tensors in float32."""
+    return pytree.tree_map_only(Tensor, _at_least_float32, batch)
 
 
 def _at_least_float32(value: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ example on its own.
 
 import re
 import warnings
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .errors import GradsieveError
 from .parameters import Direction, LossFn, checked_losses, device_of, lent, moved, norm, trainable, untouched
@@ -64,7 +66,7 @@ def finite_difference(
     state = random_state(device_of(model))
 
     def losses_at(values: Theta) -> Tensor:
-        with lent(model, values), torch.no_grad(), replayed(device_of(model), state):
+        with lent(model, values), torch.no_grad(), replayed(device_of(model), state), _full_precision_only(model):
             return checked_losses(loss_fn(model, batch), batch)
 
     base = losses_at(theta) if losses is None else losses
@@ -116,17 +118,19 @@ def rewards(
     theta: Theta | None = None,
     losses: Tensor | None = None,
     state: RandomState | None = None,
+    buffers: Mapping[str, Tensor] | None = None,
     epsilon: float = EPSILON,
 ) -> Tensor:
-    """`alignment` at parameters, losses and random state that an earlier forward pass left behind.
+    """`alignment` at the parameters, losses, random state and buffers of an earlier forward pass.
 
     The rules of the reward pass hold here: parameters, ``.grad``, buffers, modes and the global random state
     are left as they were; dropout masks are those of `state`; everything runs in full precision even under autocast.
     """
     device = device_of(model)
     theta = trainable(model) if theta is None else theta
-    with replayed(device, random_state(device) if state is None else state), untouched(model):
-        with torch.autocast(device.type, enabled=False):
+    direction = {name: v for name, v in direction.items() if name in theta}  # some may have been frozen since
+    with replayed(device, random_state(device) if state is None else state), untouched(model, buffers=buffers):
+        with torch.autocast(device.type, enabled=False, cache_enabled=False):
             if estimator == "finite_difference":
                 return finite_difference(model, loss_fn, batch, direction, theta=theta, losses=losses, epsilon=epsilon)
             if estimator == "jvp":
@@ -175,6 +179,40 @@ def check_estimator(estimator: str, cosine: bool) -> None:
         raise GradsieveError(
             f"cosine needs each example's gradient, which estimator {estimator!r} never forms; use 'per_example'."
         )
+
+
+class _WatchPrecision(TorchDispatchMode):
+    """Looks for matrix products and convolutions in half precision."""
+
+    found: str | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and out.dtype in (torch.float16, torch.bfloat16):
+            name = func.overloadpacket.__name__
+            if any(product in name for product in ("mm", "matmul", "convolution", "linear", "attention")):
+                self.found = f"{name} in {out.dtype}"
+        return out
+
+
+_full_precision_models: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+
+
+@contextmanager
+def _full_precision_only(model: nn.Module) -> Iterator[None]:
+    """Refuses a forward pass that computes in half precision, where a small step is lost; looks once per model."""
+    if model in _full_precision_models or hasattr(model, "_orig_mod"):
+        yield
+        return
+    with _WatchPrecision() as watch:
+        yield
+    if watch.found:
+        raise GradsieveError(
+            f"estimator 'finite_difference' measures small differences, but the model computes {watch.found}. "
+            "Open autocast around dds.loss() instead of inside the model or loss_fn (the reward pass then runs in "
+            "float32), or use 'jvp' (for DDS: reward='jvp')."
+        )
+    _full_precision_models.add(model)
 
 
 class _Losses(nn.Module):

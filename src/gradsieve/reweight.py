@@ -8,6 +8,7 @@ step()   theta_t: dev gradient, rewards, psi           lines 7 to 10
 import warnings
 import weakref
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +19,8 @@ from torch.optim import Optimizer
 from .dev import DEV_MODES, DevBatches, dev_gradient
 from .errors import GradsieveError
 from .networks import SignalScorer
-from .optimizers import is_known, optimizer_direction, plain_direction
-from .parameters import LossFn, checked_losses, device_of, norm, snapshot, trainable
+from .optimizers import is_known, no_derivative, optimizer_derivative
+from .parameters import LossFn, checked_losses, device_of, full_precision, norm, snapshot, trainable, untouched
 from .randomness import RandomState, RandomStream, random_state
 from .record import StepRecord
 from .reward import EPSILON, check_estimator, rewards
@@ -33,6 +34,7 @@ from .scorer import (
     default_optimizer,
     effective_sample_size,
     example_weights,
+    learned,
     psi_objective,
 )
 
@@ -48,7 +50,8 @@ class _Forward:
     state: RandomState
     autocast: torch.dtype | None
     theta_prev: dict[str, Tensor]
-    gradients: dict[str, Tensor | None] | None = None  # set when the optimizer steps
+    buffers: dict[str, Tensor]
+    derivative: dict[str, float | Tensor] | None = None  # g', set when the optimizer steps
     scored: Tensor | None = None  # whether all scores were finite
     logits: Tensor | None = None  # (B,), zeros if not
     weights: Tensor | None = None  # (B,)
@@ -66,6 +69,8 @@ class DDS:
             loss.backward()
             optimizer.step()
             dds.step()
+
+    One `loss()` and one `step()` for each ``optimizer.step()``.
 
     Args:
         model: what is trained, theta.
@@ -92,8 +97,8 @@ class DDS:
         seed: of the random numbers that DDS itself draws (dev shuffling, dropout in dev pass and scorer);
             by default torch's initial seed. The global random state is never touched.
 
-    Memory beyond training: two copies of the parameters (theta_{t-1} and v), two more while a reward is measured, the
-    scorer, and its activations between `loss()` and `step()`.
+    Memory beyond training: two copies of the parameters (theta_{t-1} and v), up to three more while a reward is
+    measured, the scorer, and its activations between `loss()` and `step()`.
     """
 
     def __init__(
@@ -137,6 +142,15 @@ class DDS:
         unknown = set(getattr(scorer, "signals", ())) - set(SIGNALS)
         _check(not unknown, f"the scorer asks for signals {sorted(unknown)}; there are {SIGNALS}.")
         self.scorer_optimizer = scorer_optimizer or default_optimizer(scorer)
+        _check(
+            {id(p) for p in learned(self.scorer_optimizer)}.isdisjoint(id(p) for p in model.parameters()),
+            "the scorer and the model share parameters; the scorer's update would train the model. "
+            "Freeze the shared part for the scorer, or give it a copy (copy.deepcopy).",
+        )
+        _check(
+            sampler is None or (sampler.scorer is scorer and sampler.max_logit == max_logit),
+            "sampler must be a ScoreSampler of the same scorer and with the same max_logit.",
+        )
         self.dev = DevBatches(dev_loader, self.stream)
         self.reward, self.cosine, self.epsilon = reward, cosine, epsilon
         self.psi_gradient, self.sampler = psi_gradient, sampler
@@ -149,23 +163,24 @@ class DDS:
         self._direction: dict[str, Tensor] = {}
         self._forward: _Forward | None = None
         self._warned = False
-        self._remember_gradients()
+        self._watch_the_optimizer()
 
     def loss(self, batch: Any) -> Tensor:
         """sum_i p_i l_i(theta_{t-1}), lines 3 to 5 of Algorithm 1: a scalar to call ``backward()`` on."""
         _check(torch.is_grad_enabled(), "dds.loss() must run with gradients enabled; it is called under no_grad.")
         device = self.stream.device
         updating = (self.steps + 1) % self.update_every == 0
-        state = random_state(device)
+        state, buffers = random_state(device), snapshot(dict(self.model.named_buffers()))
         losses = checked_losses(self.loss_fn(self.model, batch), batch)  # (B,)
         _check(losses.requires_grad, "the losses carry no gradient; loss_fn must not detach or run under no_grad.")
         autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
         theta_prev = snapshot(trainable(self.model)) if updating else {}
-        forward = _Forward(batch, losses.detach(), state, autocast, theta_prev)
+        forward = _Forward(batch, losses.detach(), state, autocast, theta_prev, buffers)
 
         signals = self._signals(forward)
         with self.stream, torch.set_grad_enabled(updating):
-            scores = checked_scores(self.scorer(batch, **signals), losses)
+            with untouched(self.scorer, training=False) if self.sampler else nullcontext():
+                scores = checked_scores(self.scorer(batch, **signals), losses)
             forward.scored = scores.isfinite().all()
             forward.logits = bounded(torch.where(forward.scored, scores, 0.0), self.max_logit)
             if self.sampler is not None:
@@ -184,7 +199,7 @@ class DDS:
             return None
         weights = forward.weights.detach()
         size = effective_sample_size(weights)
-        if forward.gradients is None:
+        if forward.derivative is None:
             self._warn_that_the_optimizer_did_not_step()
             self._skipped += 1
             nothing = torch.full_like(weights, torch.nan)
@@ -196,11 +211,7 @@ class DDS:
             dev_loss, d_theta = dev_gradient(
                 self.model, self.loss_fn, dev_batch, theta, mode=self.dev_mode, autocast=forward.autocast
             )
-        if self.optimizer_aware:
-            gradients = forward.gradients
-            self._direction = optimizer_direction(self.optimizer, theta, forward.theta_prev, gradients, d_theta)
-        else:
-            self._direction = plain_direction(self.optimizer, theta, d_theta)
+        self._direction = {name: g * d_theta[name] for name, g in forward.derivative.items() if name in d_theta}
         r = self._rewards(forward, forward.theta_prev)
 
         finite = {
@@ -218,11 +229,13 @@ class DDS:
         return StepRecord(self.steps, r, weights, size, dev_loss, finite)
 
     def _signals(self, forward: _Forward) -> dict[str, Tensor]:
-        """What the scorer asks to be told, at theta_{t-1}; the last dev gradient was taken there."""
+        """What the scorer asks to be told, at theta_{t-1}. Where no usable dev gradient is known, alignment is zero."""
         wanted = getattr(self.scorer, "signals", ())
         signals = {"loss": forward.losses} if "loss" in wanted else {}
         if "alignment" in wanted:
-            signals["alignment"] = self._rewards(forward) if self._direction else torch.zeros_like(forward.losses)
+            nothing = torch.zeros_like(forward.losses)
+            found = self._rewards(forward) if self._direction else nothing
+            signals["alignment"] = torch.where(found.isfinite().all(), found, nothing)
         return signals
 
     def _rewards(self, forward: _Forward, theta: dict[str, Tensor] | None = None) -> Tensor:
@@ -230,7 +243,7 @@ class DDS:
         return rewards(
             self.model,
             self.loss_fn,
-            forward.batch,
+            forward.batch if forward.autocast is None else full_precision(forward.batch),
             self._direction,
             estimator=self.reward,
             cosine=self.cosine,
@@ -238,17 +251,23 @@ class DDS:
             # Losses in reduced precision are no base for a small difference.
             losses=forward.losses if forward.autocast is None else None,
             state=forward.state,
+            buffers=forward.buffers,
             epsilon=self.epsilon,
         ).detach()
 
-    def _remember_gradients(self) -> None:
-        """``optimizer.step()`` notes the gradients that it used: `zero_grad` may drop them before `step()`."""
+    def _watch_the_optimizer(self) -> None:
+        """Takes g' as ``optimizer.step()`` ends: later gradients may be zeroed and learning rates changed."""
         alive = weakref.ref(self)  # or the user's optimizer would keep this object, and its tensors, for ever
 
         def hook(*_: Any) -> None:
             dds = alive()
             if dds is not None and dds._forward is not None and dds._forward.theta_prev:
-                dds._forward.gradients = {name: p.grad for name, p in trainable(dds.model).items()}
+                theta, forward = trainable(dds.model), dds._forward
+                forward.derivative = (
+                    optimizer_derivative(dds.optimizer, theta, forward.theta_prev)
+                    if dds.optimizer_aware
+                    else no_derivative(dds.optimizer, theta)
+                )
 
         weakref.finalize(self, self.optimizer.register_step_post_hook(hook).remove)
 
@@ -279,14 +298,14 @@ class DDS:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.steps = state["steps"]
-        self._skipped = state["skipped"].to(self.stream.device).clone()
         self.scorer.load_state_dict(state["scorer"])
         if self.scorer_optimizer:
             self.scorer_optimizer.load_state_dict(state["scorer_optimizer"])
         self._direction = {n: v.to(self.stream.device).clone() for n, v in state["direction"].items()}
-        self.stream.state = dict(state["random"])
+        self.stream.state = {device: value.cpu() for device, value in state["random"].items()}
         self.dev.load_state_dict(state["dev"])
+        self.steps = state["steps"]
+        self._skipped = state["skipped"].to(self.stream.device).clone()
         self._forward = None
 
 

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from .errors import GradsieveError
 from .parameters import device_of, to_device, untouched
+from .randomness import RandomStream
 from .scorer import MAX_LOGIT, bounded
 
 
@@ -71,33 +72,31 @@ class ScoreSampler(Sampler[int]):
             scoring_batch_size,
             num_workers=num_workers,
             collate_fn=collate_fn,
-            generator=torch.Generator(),  # or iterating would draw from the global random state
         )
         self._cumulative: Tensor | None = None
-        self._then = copy.deepcopy(scorer)
-        self._steps = self._drawn = 0
+        self._then = copy.deepcopy(scorer).eval()
+        self._steps = self._drawn = self._resume_at = 0
+        self._stream = RandomStream(device_of(scorer), torch.initial_seed())
 
     def __len__(self) -> int:
         return self.num_samples
 
     def __iter__(self) -> Iterator[int]:
-        try:
-            while self._drawn < self.num_samples:
-                if self._cumulative is None or self._steps % self.refresh_every == 0:
-                    self.refresh()
-                indices = self._draw(min(self.batch_size, self.num_samples - self._drawn))
-                self._steps += 1
-                self._drawn += len(indices)
-                yield from indices.tolist()
-        finally:
-            self._drawn = 0
+        drawn, self._resume_at = self._resume_at, 0
+        while drawn < self.num_samples:
+            if self._cumulative is None or self._steps % self.refresh_every == 0:
+                self.refresh()
+            indices = self._draw(min(self.batch_size, self.num_samples - drawn))
+            self._steps += 1
+            self._drawn = drawn = drawn + len(indices)
+            yield from indices.tolist()
 
     def refresh(self) -> None:
         """Scores the data set with the scorer as it is now."""
         self._then.load_state_dict(self.scorer.state_dict())
         device = device_of(self.scorer)
         scores = []
-        with torch.no_grad(), untouched(self.scorer, training=False):
+        with torch.no_grad(), self._stream, untouched(self.scorer, training=False):
             for batch in self._scoring:
                 scores.append(bounded(self.scorer(to_device(batch, device)), self.max_logit).double())
         logits = torch.cat(scores)  # (N,)
@@ -121,16 +120,17 @@ class ScoreSampler(Sampler[int]):
         """Position, scores and random state; exact when the loader reads no batches ahead (num_workers=0)."""
         return {
             "steps": self._steps,
-            "drawn": self._drawn,
+            "drawn": self._drawn % self.num_samples,
             "cumulative": self._cumulative,
             "scorer": self._then.state_dict(),
             "random": self.generator.get_state(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._steps, self._drawn, self._cumulative = state["steps"], state["drawn"], state["cumulative"]
+        self._steps, self._cumulative = state["steps"], state["cumulative"]
+        self._drawn = self._resume_at = state["drawn"]
         self._then.load_state_dict(state["scorer"])
-        self.generator.set_state(state["random"])
+        self.generator.set_state(state["random"].cpu())
 
     def _draw(self, count: int) -> Tensor:
         assert self._cumulative is not None

@@ -54,7 +54,7 @@ def climb(optimizer: Optimizer, objective: Tensor, good: Tensor) -> Tensor:
     Returns whether it was, without waiting for the device. A fused optimizer holds the step back on the device, by
     the protocol that torch's GradScaler uses; any other has to be asked from the host.
     """
-    psi = [p for group in optimizer.param_groups for p in group["params"]]
+    psi = learned(optimizer)
     d_psi = torch.autograd.grad(-objective, psi, allow_unused=True)
     finite = norm({str(i): g for i, g in enumerate(d_psi) if g is not None}).isfinite()
     for parameter, gradient in zip(psi, d_psi, strict=True):
@@ -68,6 +68,11 @@ def climb(optimizer: Optimizer, objective: Tensor, good: Tensor) -> Tensor:
     for parameter in psi:
         parameter.grad = None
     return finite
+
+
+def learned(optimizer: Optimizer | None) -> list[Tensor]:
+    """psi: what the scorer's optimizer holds and may change."""
+    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad] if optimizer else []
 
 
 def default_optimizer(scorer: nn.Module) -> Optimizer | None:
