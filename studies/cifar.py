@@ -40,6 +40,8 @@ VARIANTS: dict[str, tuple[str, Callable[[nn.Module], nn.Module] | None, dict[str
     "oracle+dev": ("oracle+dev", None, {}),
     "DDS (default)": ("dds", None, {}),
     "DDS, dev_mode eval": ("dds", None, {"dev_mode": "eval"}),
+    "DDS, bound 4": ("dds", None, {"max_logit": 4.0}),
+    "DDS, no bound": ("dds", None, {"max_logit": None}),
     "DDS, ConvScorer, image and label": ("dds", with_label, {}),
 }
 
@@ -58,8 +60,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--out", type=Path, default=Path("runs/cifar.jsonl"))
     arguments = parser.parse_args()
-    seeds = range(arguments.seeds)
-    cells = [(variant, noise, seed) for seed in seeds for variant in VARIANTS for noise in (0.4, 0.0)]
+    cells = [(variant, noise, seed) for variant in VARIANTS for seed in range(arguments.seeds) for noise in (0.4, 0.0)]
     rows = run_grid(cells, partial(run, data=arguments.data), arguments.out, arguments.workers)
     for metric in ("last", "best_by_dev"):
         print(f"\n{metric}\n\n{table(rows, VARIANTS, metric)}")

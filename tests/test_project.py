@@ -20,7 +20,7 @@ SOURCE = ROOT / "src/gradsieve"
 
 LAYERS = [
     {"errors"},
-    {"parameters", "randomness", "record"},
+    {"parameters", "randomness", "record", "kernels"},
     {"reward", "optimizers", "scorer", "networks", "dev"},
     {"reweight", "sampling"},
     {"baselines"},

@@ -6,8 +6,9 @@ coordinate by coordinate.
 """
 
 import warnings
-from collections.abc import Iterator, Mapping
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
@@ -84,6 +85,20 @@ def optimizer_derivative(
 def no_derivative(optimizer: Optimizer, theta: Mapping[str, Tensor]) -> dict[str, float | Tensor]:
     """G' = 1, Eq. 2 as printed, for the parameters that the optimizer holds."""
     return {name: 1.0 for name, _, _ in _held(optimizer, theta)}
+
+
+Owner = TypeVar("Owner")
+
+
+def after_each_step(optimizer: Optimizer, owner: Owner, callback: Callable[[Owner], None]) -> None:
+    """Calls ``callback(owner)`` as every ``optimizer.step()`` ends, for as long as the owner lives."""
+    alive = weakref.ref(owner)  # or the user's optimizer would keep the owner, and its tensors, for ever
+
+    def hook(*_: Any) -> None:
+        if (found := alive()) is not None:
+            callback(found)
+
+    weakref.finalize(owner, optimizer.register_step_post_hook(hook).remove)
 
 
 def _held(optimizer: Optimizer, theta: Mapping[str, Tensor]) -> Iterator[tuple[str, dict[str, Any], Tensor]]:

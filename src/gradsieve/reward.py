@@ -17,21 +17,17 @@ differentiate through them: the gradient is that of `l_i` as the training forwar
 example on its own.
 """
 
-import re
 import warnings
-import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import functional_call
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from .errors import GradsieveError
+from .kernels import forward_mode_errors, full_precision_only, plain_kernels
 from .parameters import Direction, LossFn, checked_losses, device_of, lent, moved, norm, trainable, untouched
 from .randomness import RandomState, random_state, replayed
 
@@ -66,7 +62,7 @@ def finite_difference(
     state = random_state(device_of(model))
 
     def losses_at(values: Theta) -> Tensor:
-        with lent(model, values), torch.no_grad(), replayed(device_of(model), state), _full_precision_only(model):
+        with lent(model, values), torch.no_grad(), replayed(device_of(model), state), full_precision_only(model):
             return checked_losses(loss_fn(model, batch), batch)
 
     base = losses_at(theta) if losses is None else losses
@@ -75,7 +71,7 @@ def finite_difference(
 
 def jvp(model: nn.Module, loss_fn: LossFn, batch: Any, direction: Direction, *, theta: Theta) -> Tensor:
     """r_i exactly, by forward-mode differentiation of all losses along v."""
-    with forward_ad.dual_level(), _plain_kernels(model), _forward_mode_errors():
+    with forward_ad.dual_level(), plain_kernels(model), forward_mode_errors():
         with warnings.catch_warnings():  # torch's own: its first dual tensor calls the deprecated torch.jit.script
             warnings.simplefilter("ignore", DeprecationWarning)
             duals = {n: forward_ad.make_dual(theta[n].detach(), v.to(theta[n].dtype)) for n, v in direction.items()}
@@ -181,40 +177,6 @@ def check_estimator(estimator: str, cosine: bool) -> None:
         )
 
 
-class _WatchPrecision(TorchDispatchMode):
-    """Looks for matrix products and convolutions in half precision."""
-
-    found: str | None = None
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if isinstance(out, Tensor) and out.dtype in (torch.float16, torch.bfloat16):
-            name = func.overloadpacket.__name__
-            if any(product in name for product in ("mm", "matmul", "convolution", "linear", "attention")):
-                self.found = f"{name} in {out.dtype}"
-        return out
-
-
-_full_precision_models: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
-
-
-@contextmanager
-def _full_precision_only(model: nn.Module) -> Iterator[None]:
-    """Refuses a forward pass that computes in half precision, where a small step is lost; looks once per model."""
-    if model in _full_precision_models or hasattr(model, "_orig_mod"):
-        yield
-        return
-    with _WatchPrecision() as watch:
-        yield
-    if watch.found:
-        raise GradsieveError(
-            f"estimator 'finite_difference' measures small differences, but the model computes {watch.found}. "
-            "Open autocast around dds.loss() instead of inside the model or loss_fn (the reward pass then runs in "
-            "float32), or use 'jvp' (for DDS: reward='jvp')."
-        )
-    _full_precision_models.add(model)
-
-
 class _Losses(nn.Module):
     """`loss_fn` as a module, so that `functional_call` can exchange the model's tensors wherever they are used."""
 
@@ -229,35 +191,3 @@ class _Losses(nn.Module):
 
 def _losses_with(model: nn.Module, loss_fn: LossFn, batch: Any, values: Theta) -> Tensor:
     return functional_call(_Losses(model, loss_fn), {f"model.{n}": v for n, v in values.items()}, (batch,))
-
-
-@contextmanager
-def _plain_kernels(model: nn.Module) -> Iterator[None]:
-    """Kernels with forward-mode derivatives: oneDNN's and cuDNN's LSTM and fused attention have none."""
-    recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
-    with ExitStack() as stack:
-        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        if recurrent:
-            stack.enter_context(torch.backends.cudnn.flags(enabled=False))
-            stack.callback(setattr, torch.backends.mkldnn, "enabled", torch.backends.mkldnn.enabled)
-            setattr(torch.backends.mkldnn, "enabled", False)  # noqa: B010
-        yield
-
-
-@contextmanager
-def _forward_mode_errors() -> Iterator[None]:
-    try:
-        yield
-    except (NotImplementedError, RuntimeError) as error:
-        text = str(error)
-        operator = re.search(r"forward AD with (\S+)", text)
-        if operator:
-            what = f"operator {operator[1]} has no forward-mode derivative"
-        elif "jvp function for custom autograd.Function" in text:
-            what = "a custom autograd.Function of the model has no jvp method"
-        else:
-            raise
-        raise GradsieveError(
-            f"estimator 'jvp' cannot differentiate this model: {what}. "
-            "Use estimator 'finite_difference' (DDS: reward='finite_difference'), or 'per_example' for small cases."
-        ) from error

@@ -6,7 +6,6 @@ step()   theta_t: dev gradient, rewards, psi           lines 7 to 10
 """
 
 import warnings
-import weakref
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from torch.optim import Optimizer
 from .dev import DEV_MODES, DevBatches, dev_gradient
 from .errors import GradsieveError
 from .networks import SignalScorer
-from .optimizers import is_known, no_derivative, optimizer_derivative
+from .optimizers import after_each_step, is_known, no_derivative, optimizer_derivative
 from .parameters import LossFn, checked_losses, device_of, full_precision, norm, snapshot, trainable, untouched
 from .randomness import RandomState, RandomStream, random_state
 from .record import StepRecord
@@ -39,6 +38,10 @@ from .scorer import (
 )
 
 SIGNALS = ("loss", "alignment")
+DID_NOT_STEP = (
+    "optimizer.step() has not run since dds.loss(), so the scorer was not updated. That is right when a "
+    "GradScaler skips a step; otherwise call dds.step() after optimizer.step()."
+)
 
 
 @dataclass
@@ -163,7 +166,7 @@ class DDS:
         self._direction: dict[str, Tensor] = {}
         self._forward: _Forward | None = None
         self._warned = False
-        self._watch_the_optimizer()
+        after_each_step(optimizer, self, DDS._after_optimizer_step)
 
     def loss(self, batch: Any) -> Tensor:
         """sum_i p_i l_i(theta_{t-1}), lines 3 to 5 of Algorithm 1: a scalar to call ``backward()`` on."""
@@ -200,8 +203,9 @@ class DDS:
         weights = forward.weights.detach()
         size = effective_sample_size(weights)
         if forward.derivative is None:
-            self._warn_that_the_optimizer_did_not_step()
-            self._skipped += 1
+            if not self._warned:
+                warnings.warn(DID_NOT_STEP, stacklevel=2)
+            self._warned, self._skipped = True, self._skipped + 1
             nothing = torch.full_like(weights, torch.nan)
             return StepRecord(self.steps, nothing, weights, size, nothing.mean(), {}, stepped=False)
 
@@ -255,29 +259,14 @@ class DDS:
             epsilon=self.epsilon,
         ).detach()
 
-    def _watch_the_optimizer(self) -> None:
-        """Takes g' as ``optimizer.step()`` ends: later gradients may be zeroed and learning rates changed."""
-        alive = weakref.ref(self)  # or the user's optimizer would keep this object, and its tensors, for ever
-
-        def hook(*_: Any) -> None:
-            dds = alive()
-            if dds is not None and dds._forward is not None and dds._forward.theta_prev:
-                theta, forward = trainable(dds.model), dds._forward
-                forward.derivative = (
-                    optimizer_derivative(dds.optimizer, theta, forward.theta_prev)
-                    if dds.optimizer_aware
-                    else no_derivative(dds.optimizer, theta)
-                )
-
-        weakref.finalize(self, self.optimizer.register_step_post_hook(hook).remove)
-
-    def _warn_that_the_optimizer_did_not_step(self) -> None:
-        if not self._warned:
-            self._warned = True
-            warnings.warn(
-                "optimizer.step() has not run since dds.loss(), so the scorer was not updated. That is right when a "
-                "GradScaler skips a step; otherwise call dds.step() after optimizer.step().",
-                stacklevel=3,
+    def _after_optimizer_step(self) -> None:
+        """Takes g' while gradients and learning rates are still those of the step."""
+        if self._forward is not None and self._forward.theta_prev:
+            theta = trainable(self.model)
+            self._forward.derivative = (
+                optimizer_derivative(self.optimizer, theta, self._forward.theta_prev)
+                if self.optimizer_aware
+                else no_derivative(self.optimizer, theta)
             )
 
     @property
