@@ -169,12 +169,13 @@ def test_the_version() -> None:
     assert run_cli("--version", cwd=ROOT).stdout == f"gradsieve {gradsieve.__version__}\n"
 
 
-def test_a_missing_extra_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("package", ["typer", "matplotlib", "sklearn"])
+def test_a_missing_extra_is_named(package: str, tmp_path: Path) -> None:
     code = (
-        "import sys; sys.modules['typer'] = None; sys.argv = ['gradsieve', 'demo'];"
+        f"import sys; sys.modules['{package}'] = None; sys.argv = ['gradsieve', 'demo'];"
         "from gradsieve.cli import main; main()"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
     assert result.returncode == 2
-    assert "needs the package typer" in result.stderr
+    assert f"needs the package {package}" in result.stderr
     assert "gradsieve[images,report]" in result.stderr

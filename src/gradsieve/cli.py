@@ -2,6 +2,8 @@
 
 import sys
 
+from .errors import GradsieveError
+
 EXTRAS = "pip install 'gradsieve[images,report]'"
 
 
@@ -9,14 +11,12 @@ def main() -> None:
     """Runs the command line. Bad input ends with exit code 2 and a message, not with a traceback."""
     try:
         from .commands import app
-    except ModuleNotFoundError as error:
-        sys.exit(_refuse(f"the gradsieve command needs the package {error.name}; install it with: {EXTRAS}"))
-    from .errors import GradsieveError
 
-    try:
         app()
     except GradsieveError as error:
         sys.exit(_refuse(str(error)))
+    except ModuleNotFoundError as error:
+        sys.exit(_refuse(f"this command needs the package {error.name}; install it with: {EXTRAS}"))
     except KeyboardInterrupt:
         sys.exit(130)
 

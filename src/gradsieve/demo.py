@@ -87,8 +87,8 @@ def _table(outcomes: dict[str, list[Outcome]]) -> Table:
 
 
 def spread(values: list[float]) -> str:
-    """Mean ± standard deviation."""
-    return f"{mean(values):.1f} ± {stdev(values) if len(values) > 1 else 0:.1f}"
+    """Mean ± standard deviation; a single value as it is."""
+    return f"{mean(values):.1f}" + (f" ± {stdev(values):.1f}" if len(values) > 1 else "")
 
 
 def _verdict(outcomes: dict[str, list[Outcome]]) -> str:
