@@ -4,13 +4,13 @@
 
 Three estimators of the same numbers; `theta` is theta_{t-1} throughout, `direction` is v.
 
-=====================  =====================================  ==========================================
-estimator              what it costs                          what it needs
-=====================  =====================================  ==========================================
-``finite_difference``  one forward pass (0.3 of a step)       parameters in float32 or wider; any module
-``jvp``                one forward-mode pass (1.1 to 1.3)     operators with forward-mode derivatives
-``per_example``        one backward pass per example          nothing: the slow oracle
-=====================  =====================================  ==========================================
+=====================  ==============================  ==========================================
+estimator              what it costs                   what it needs
+=====================  ==============================  ==========================================
+``finite_difference``  one forward pass                parameters in float32 or wider; any module
+``jvp``                one forward-mode pass           operators with forward-mode derivatives
+``per_example``        one backward pass per example   nothing: the slow oracle
+=====================  ==============================  ==========================================
 
 Under BatchNorm in training mode `l_i` depends on the whole batch through its statistics. All three
 differentiate through them: the gradient is that of `l_i` as the training forward computed it, not of an
