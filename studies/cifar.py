@@ -26,6 +26,7 @@ BUDGET = Budget(
     batch_size=64,
     dev_batch_size=64,
     evaluate_every=100,
+    cosine=True,
 )
 
 

@@ -1,5 +1,6 @@
 """One training run, top to bottom."""
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 from ..baselines import Uniform
@@ -38,6 +40,8 @@ class Budget:
     batch_size: int
     dev_batch_size: int
     evaluate_every: int = 50
+    cosine: bool = False
+    """Whether the learning rate falls to zero along a half cosine; else it is constant."""
 
 
 @dataclass
@@ -85,6 +89,8 @@ def train(
     torch.manual_seed(seed)
     model = budget.model()
     optimizer = budget.optimizer(model)
+    half_wave = math.pi / budget.steps if budget.cosine else 0.0
+    schedule = LambdaLR(optimizer, lambda t: 0.5 + 0.5 * math.cos(t * half_wave))
     data = training_set(method, splits)
     shuffle = torch.Generator().manual_seed(seed)
     loader = data.loader(budget.batch_size, generator=shuffle, drop_last=True)
@@ -108,6 +114,7 @@ def train(
             loss.backward()
             optimizer.step()
             record = way.step()
+            schedule.step()
 
             step += 1
             if record is not None:
