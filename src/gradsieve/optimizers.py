@@ -74,7 +74,8 @@ def optimizer_derivative(
         if isinstance(optimizer, SGD):
             derivative[name] = sgd_derivative(group["lr"], group["momentum"], group["dampening"], group["nesterov"])
             continue
-        if group["weight_decay"] and not group.get("decoupled_weight_decay"):
+        decoupled = isinstance(optimizer, AdamW) or group.get("decoupled_weight_decay")
+        if group["weight_decay"] and not decoupled:
             x = (-x if group["maximize"] else x) + group["weight_decay"] * theta_prev[name]
         state = optimizer.state[parameter]
         v_t, t = state["exp_avg_sq"], state["step"]

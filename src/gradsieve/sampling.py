@@ -31,7 +31,7 @@ class ScoreSampler(Sampler[int]):
     Args:
         dataset: the training set, indexable.
         scorer: ``scorer(batch) -> (B,)``; it may not ask for signals, which only a training step knows.
-        batch_size: how many examples a training step takes.
+        batch_size: how many examples a training step takes; the loader's.
         num_samples: draws in one pass; by default as many as there are examples.
         refresh_every: training steps between two scorings of the data set.
         max_logit: the bound on scores; the same as DDS's.
@@ -44,7 +44,7 @@ class ScoreSampler(Sampler[int]):
         dataset: Dataset[Any],
         scorer: nn.Module,
         *,
-        batch_size: int,
+        batch_size: int = 64,
         num_samples: int | None = None,
         refresh_every: int = 100,
         max_logit: float | None = MAX_LOGIT,
