@@ -5,6 +5,7 @@ python studies/digits.py --seeds 5 --out runs/digits.jsonl
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,23 +51,25 @@ VARIANTS: dict[str, tuple[str, Scorer, dict[str, Any]]] = {
 }
 
 
-def run(cell: Cell) -> Outcome:
+def run(cell: Cell, lr: float) -> Outcome:
     variant, noise, seed = cell
     method, scorer, options = VARIANTS[variant]
     splits = with_label_noise(digits(seed=seed), noise, seed=seed)
     sampled = variant.endswith("sampling")
-    return train(method, splits, digits_budget(1500), seed=seed, scorer=scorer, options=options, sampled=sampled)
+    return train(method, splits, digits_budget(1500, lr), seed=seed, scorer=scorer, options=options, sampled=sampled)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--lr", type=float, default=2e-3, help="of the model")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--out", type=Path, default=Path("runs/digits.jsonl"))
     arguments = parser.parse_args()
-    seeds = range(arguments.seeds)
-    cells = [(variant, noise, seed) for seed in seeds for variant in VARIANTS for noise in (0.0, 0.2, 0.4, 0.6)]
-    rows = run_grid(cells, run, arguments.out, arguments.workers)
+    noises = (0.0, 0.2, 0.4, 0.6)
+    cells = [(v, noise, seed) for seed in range(arguments.seeds) for v in arguments.variants for noise in noises]
+    rows = run_grid(cells, partial(run, lr=arguments.lr), arguments.out, arguments.workers)
     for metric in ("last", "best_by_dev"):
         print(f"\n{metric}\n\n{table(rows, VARIANTS, metric)}")
 

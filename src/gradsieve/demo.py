@@ -23,11 +23,11 @@ NOISE = 0.4
 NAMES = {"uniform": "Uniform", "uniform+dev": "Uniform, dev examples too", "dds": "DDS"}
 
 
-def digits_budget(steps: int) -> Budget:
+def digits_budget(steps: int, lr: float = 2e-3) -> Budget:
     """The setting of every digits figure in README and RESULTS."""
     return Budget(
         model=mlp,
-        optimizer=lambda model: torch.optim.Adam(model.parameters(), lr=2e-3),
+        optimizer=lambda model: torch.optim.Adam(model.parameters(), lr=lr),
         steps=steps,
         batch_size=64,
         dev_batch_size=64,
