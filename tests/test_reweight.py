@@ -36,9 +36,11 @@ class LinearScorer(nn.Module):
         return self.layer(batch[0]).squeeze(1)
 
 
-def train_step(dds: DDS, optimizer: Optimizer, batch: Any) -> StepRecord | None:
+def train_step(dds: DDS, optimizer: Optimizer, batch: Any, *, autocast: bool = False) -> StepRecord | None:
     optimizer.zero_grad()
-    dds.loss(batch).backward()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = dds.loss(batch)
+    loss.backward()
     optimizer.step()
     return dds.step()
 
@@ -524,11 +526,7 @@ def test_rewards_under_autocast_are_those_of_full_precision() -> None:
         model, (dev, batch) = mlp(activation=nn.Tanh).eval(), batches(2, rows=32, dtype=torch.float32)
         optimizer = SGD(model.parameters(), lr=0.0)
         dds = DDS(model, MLPScorer(6), cross_entropy, optimizer, [dev], optimizer_aware=False)
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            loss = dds.loss(batch)
-        loss.backward()
-        optimizer.step()
-        record = dds.step()
+        record = train_step(dds, optimizer, batch, autocast=autocast)
         assert record is not None
         assert record.skipped is None
         return record.rewards
@@ -705,12 +703,7 @@ def test_half_precision_inputs_under_autocast() -> None:
     optimizer = SGD(model.parameters(), lr=0.1)
     dds = DDS(model, None, cross_entropy, optimizer, [dev])
     for _ in range(2):
-        optimizer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = dds.loss(batch)
-        loss.backward()
-        optimizer.step()
-        record = dds.step()
+        record = train_step(dds, optimizer, batch, autocast=True)
     assert record is not None
     assert record.skipped is None
 

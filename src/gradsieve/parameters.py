@@ -41,7 +41,7 @@ def norm(direction: Direction) -> Tensor:
 
 
 def moved(theta: Mapping[str, Tensor], direction: Direction, step: Tensor) -> dict[str, Tensor]:
-    """Theta + step * v, for the parameters that v moves."""
+    """theta + step * v, for the parameters that v moves."""
     if not direction:
         return {}
     names = list(direction)

@@ -148,7 +148,7 @@ class DDS:
         _check(
             {id(p) for p in learned(self.scorer_optimizer)}.isdisjoint(id(p) for p in model.parameters()),
             "the scorer and the model share parameters; the scorer's update would train the model. "
-            "Freeze the shared part for the scorer, or give it a copy (copy.deepcopy).",
+            "Give the scorer a copy (copy.deepcopy), or pass a scorer_optimizer of its own parameters only.",
         )
         _check(
             sampler is None or (sampler.scorer is scorer and sampler.max_logit == max_logit),
@@ -173,7 +173,8 @@ class DDS:
         _check(torch.is_grad_enabled(), "dds.loss() must run with gradients enabled; it is called under no_grad.")
         device = self.stream.device
         updating = (self.steps + 1) % self.update_every == 0
-        state, buffers = random_state(device), snapshot(dict(self.model.named_buffers()))
+        measuring = updating or "alignment" in getattr(self.scorer, "signals", ())
+        state, buffers = random_state(device), snapshot(dict(self.model.named_buffers())) if measuring else {}
         losses = checked_losses(self.loss_fn(self.model, batch), batch)  # (B,)
         _check(losses.requires_grad, "the losses carry no gradient; loss_fn must not detach or run under no_grad.")
         autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
@@ -243,7 +244,7 @@ class DDS:
         return signals
 
     def _rewards(self, forward: _Forward, theta: dict[str, Tensor] | None = None) -> Tensor:
-        """V . grad l_i at theta, by default the present parameters, (B,)."""
+        """v . grad l_i at theta, by default the present parameters, (B,)."""
         return rewards(
             self.model,
             self.loss_fn,
