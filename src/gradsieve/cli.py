@@ -17,7 +17,13 @@ def main() -> None:
         sys.exit(_refuse(str(error)))
     except ModuleNotFoundError as error:
         sys.exit(_refuse(f"this command needs the package {error.name}; install it with: {EXTRAS}"))
+    except OSError as error:
+        sys.exit(_refuse(f"{error.filename or 'the system'}: {error.strerror or error}."))
     except KeyboardInterrupt:
+        print(
+            "gradsieve: stopped. What was saved is intact; train goes on with --resume, compare by itself.",
+            file=sys.stderr,
+        )
         sys.exit(130)
 
 

@@ -5,10 +5,18 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from . import __version__
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+Data = Annotated[Path | None, typer.Option("--data", help="Folder with the data that the recipe needs.")]
+Out = Annotated[Path, typer.Option("--out", help="Folder for the results.")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the recipe; may be repeated.")
+]
+Device = Annotated[str, typer.Option("--device", help="cpu, cuda, ...; by default a GPU if there is one.")]
 
 
 def _version(show: bool) -> None:
@@ -28,10 +36,129 @@ def gradsieve(
 
 @app.command(help="Compare plain training with DDS on digits with wrong labels. Needs no data and about a minute.")
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("gradsieve-demo"),
+    out: Out = Path("gradsieve-demo"),
     seeds: Annotated[int, typer.Option(min=1, help="How often each method is trained.")] = 3,
     steps: Annotated[int, typer.Option(min=1, help="Training steps of each run.")] = 1500,
 ) -> None:
     from .demo import run_demo
 
     run_demo(out, seeds=seeds, steps=steps, console=Console())
+
+
+@app.command(help="List the recipes and what each needs; or show one whole, as it would run.")
+def recipes(
+    name: Annotated[str | None, typer.Argument(help="A recipe to show.")] = None, overrides: Overrides = None
+) -> None:
+    from .runs.recipe import recipe_names
+    from .tasks import TASKS, recipe_of
+
+    console = Console()
+    if name is not None:
+        console.print_json(recipe_of(name, overrides or []).model_dump_json())
+        return
+    table = Table("recipe", "what it is", "needs", show_lines=True)
+    for each in map(recipe_of, recipe_names()):
+        table.add_row(each.name, each.description, each.needs)
+    console.print(table)
+    for task, kind in TASKS.items():
+        console.print(f"Methods for {task}: {', '.join(kind.methods)}", highlight=False)
+
+
+@app.command(help="Train one model by one method: one run directory.")
+def train(
+    recipe: Annotated[str, typer.Argument(help="Name of a recipe, or path of a .toml file.")],
+    out: Out,
+    method: Annotated[str, typer.Option(help="uniform, dds, ...; see `gradsieve recipes`.")] = "dds",
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    data: Data = None,
+    overrides: Overrides = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run that is in --out.")] = False,
+    device: Device = "auto",
+) -> None:
+    from .runs.progress import Progress, duration
+    from .tasks import TASKS, recipe_for
+
+    console = Console()
+    resolved = recipe_for(method, recipe, overrides or [])
+    task = TASKS[resolved.task]
+    with Progress(console) as progress:
+        result = task.train(
+            resolved,
+            method,
+            seed=seed,
+            data=data,
+            out=out,
+            resume=resume,
+            device=_device(device),
+            progress=progress,
+        )
+    last, best = result["test"][task.metric], result["test_best_by_dev"][task.metric]
+    console.print(
+        f"{resolved.name}, {method}, seed {seed}: test {task.metric} {last:.2f} at the end, {best:.2f} at the step "
+        f"that dev chose ({result['best_step']:,}); {duration(result['seconds'])} of training. Everything is in {out}",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+@app.command(help="Train several methods on the same data with the same budget, and say which one helps.")
+def compare(
+    recipe: Annotated[str, typer.Argument(help="Name of a recipe, or path of a .toml file.")],
+    out: Out,
+    methods: Annotated[
+        str, typer.Option(help="Separated by commas; each may change keys of the recipe: dds:scorer.kind=paper")
+    ] = "uniform,dds",
+    seeds: Annotated[int, typer.Option(min=1, help="How often each method is trained.")] = 3,
+    data: Data = None,
+    overrides: Overrides = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Runs at the same time, on the CPU's cores.")] = 1,
+    device: Device = "auto",
+) -> None:
+    from .compare import compare as run
+
+    variants = [name.strip() for name in methods.split(",") if name.strip()]
+    run(
+        recipe,
+        variants,
+        seeds,
+        overrides=overrides or [],
+        data=data,
+        out=out,
+        device=_device(device),
+        jobs=jobs,
+        console=Console(),
+    )
+
+
+@app.command(help="Fetch a data set that recipes need, checked: cifar10.")
+def download(
+    name: Annotated[str, typer.Argument(help="cifar10")],
+    out: Annotated[Path, typer.Option(help="Folder for the data.")],
+) -> None:
+    from rich.progress import DownloadColumn, Progress, TransferSpeedColumn
+
+    from .errors import GradsieveError
+    from .images.download import download_cifar10
+
+    if name != "cifar10":
+        raise GradsieveError(f"there is no data set {name!r} to fetch; there is cifar10.")
+    console = Console()
+    with Progress(*Progress.get_default_columns(), DownloadColumn(), TransferSpeedColumn(), console=console) as bar:
+        task = bar.add_task(name, total=None)
+        fetched = download_cifar10(out, on_bytes=lambda done, total: bar.update(task, completed=done, total=total))
+    console.print(f"CIFAR-10 {'is' if fetched else 'was already'} in {out}, checked.", highlight=False)
+
+
+def _device(name: str):  # type: ignore[no-untyped-def]
+    import torch
+
+    from .errors import GradsieveError
+
+    if name == "auto":
+        return torch.accelerator.current_accelerator() or torch.device("cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise GradsieveError(f"--device {name} is not to be had here: {str(error).splitlines()[0]}") from error
+    return device

@@ -53,7 +53,11 @@ def _batchnorm_errors() -> Iterator[None]:
 
 
 class DevBatches:
-    """Draws from `loader` pass after pass. Shuffling uses `stream`, or the loader's own generator if it has one."""
+    """Draws from `loader` pass after pass. Shuffling uses `stream`, or the loader's own generator if it has one.
+
+    A loader with a ``state_dict`` of its own, such as torchdata's StatefulDataLoader, is resumed by it; of any other
+    the saved pass is begun anew and what had been drawn of it is skipped.
+    """
 
     def __init__(self, loader: Iterable[Any], stream: RandomStream):
         if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
@@ -98,11 +102,15 @@ class DevBatches:
 
     def state_dict(self) -> dict[str, Any]:
         begun = self._batches is not None
+        if hasattr(self.loader, "state_dict"):
+            return {"begun": begun, "loader": self.loader.state_dict()}
         return {"begun": begun, "drawn": self._drawn, "start": self._start[0], "generators": self._start[1]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Begins the saved pass anew and skips what had been drawn of it."""
         self._batches, self._drawn = None, 0
+        if hasattr(self.loader, "load_state_dict"):
+            self.loader.load_state_dict(state["loader"])
+            return
         if not state["begun"]:
             return
         generators = self._generators()

@@ -10,18 +10,18 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One scorer update. Tensors stay on their device: reading a number from them is what waits, not training."""
+    """One step of a method. Tensors stay on their device: reading a number from them is what waits, not training."""
 
     step: int
     """How many training steps there were, this one included."""
-    rewards: Tensor
-    """r_i of Eq. 2, (B,)."""
+    rewards: Tensor | None
+    """r_i of Eq. 2, (B,); None from a method that measures none."""
     weights: Tensor
     """The weights that scaled the losses of this step, (B,)."""
     effective_sample_size: Tensor
-    """1 / sum w_i^2, between 1 and B."""
-    dev_loss: Tensor
-    """Mean loss of the dev batch at theta_t."""
+    """1 / sum w_i^2, between 1 and B; 0 if no example has any weight."""
+    dev_loss: Tensor | None
+    """Mean loss of the dev batch where its gradient was taken, for DDS at theta_t; None if none was."""
     finite: dict[str, Tensor]
     """Part of the step -> whether all its numbers were finite."""
     stepped: bool = True
@@ -29,7 +29,7 @@ class StepRecord:
 
     @property
     def skipped(self) -> str | None:
-        """Why the scorer was not updated, or None if it was."""
+        """Why the scorer was not updated or the batch not weighed, or None if all went well."""
         if not self.stepped:
             return "the optimizer did not step"
         bad = [part for part, ok in self.finite.items() if not bool(ok)]
@@ -39,8 +39,8 @@ class StepRecord:
         """Plain numbers, ready for JSON."""
         return {
             "step": self.step,
-            "reward_mean": _number(self.rewards.mean()),
-            "reward_std": _number(self.rewards.std(correction=0)),
+            "reward_mean": _number(None if self.rewards is None else self.rewards.mean()),
+            "reward_std": _number(None if self.rewards is None else self.rewards.std(correction=0)),
             "weight_min": _number(self.weights.min()),
             "weight_max": _number(self.weights.max()),
             "effective_sample_size": _number(self.effective_sample_size),
@@ -49,9 +49,9 @@ class StepRecord:
         }
 
     def to_json(self) -> str:
-        """One line of JSON; numbers that are not finite become null."""
+        """One line of JSON; numbers that are absent or not finite become null."""
         return json.dumps(self.to_dict(), allow_nan=False)
 
 
-def _number(value: Tensor) -> float | None:
-    return float(value) if bool(torch.isfinite(value)) else None
+def _number(value: Tensor | None) -> float | None:
+    return float(value) if value is not None and bool(torch.isfinite(value)) else None

@@ -91,6 +91,8 @@ class DDS:
         update_every: update the scorer at every k-th step. Weights are computed at every step.
         max_logit: scores are bounded to +-max_logit by tanh; None for no bound.
         uniform_mix: share of each weight that is simply 1/B.
+        min_share: the least that the effective sample may be of the batch; weights that fall below are drawn towards
+            1/B just as far as it takes.
         dev_mode: ``"train"`` runs the dev batch with every module in the mode that it trains in, BatchNorm thus on the
             dev batch's own statistics. ``"eval"``, as the authors do, with running statistics and without dropout.
             Neither changes the statistics.
@@ -120,6 +122,7 @@ class DDS:
         update_every: int = 1,
         max_logit: float | None = MAX_LOGIT,
         uniform_mix: float = 0.0,
+        min_share: float = 0.0,
         dev_mode: str = "train",
         sampler: ScoreSampler | None = None,
         epsilon: float = EPSILON,
@@ -131,6 +134,7 @@ class DDS:
         _check(update_every >= 1, f"update_every must be at least 1, not {update_every}.")
         _check(max_logit is None or max_logit > 0, f"max_logit must be above 0 or None, not {max_logit}.")
         _check(0 <= uniform_mix <= 1, f"uniform_mix must lie between 0 and 1, not {uniform_mix}.")
+        _check(0 <= min_share < 1, f"min_share must lie in [0, 1), not {min_share}.")
         _check(epsilon > 0, f"epsilon must be above 0, not {epsilon}.")
         _check(bool(trainable(model)), "the model has no parameter that requires a gradient.")
         _check(isinstance(optimizer, Optimizer), f"optimizer must be a torch one, not {type(optimizer).__name__}.")
@@ -159,7 +163,7 @@ class DDS:
         self.psi_gradient, self.sampler = psi_gradient, sampler
         self.optimizer_aware = optimizer_aware and is_known(optimizer)
         self.update_every, self.max_logit, self.uniform_mix = update_every, max_logit, uniform_mix
-        self.dev_mode = dev_mode
+        self.min_share, self.dev_mode = min_share, dev_mode
 
         self.steps = 0
         self._skipped = torch.zeros((), dtype=torch.long, device=device)
@@ -189,7 +193,7 @@ class DDS:
             forward.logits = bounded(torch.where(forward.scored, scores, 0.0), self.max_logit)
             if self.sampler is not None:
                 forward.logits = forward.logits - checked_scores(self.sampler.logits(batch), losses)
-            forward.weights = example_weights(forward.logits, self.uniform_mix)
+            forward.weights = example_weights(forward.logits, self.uniform_mix, self.min_share)
         self._forward = forward
         return (forward.weights.detach() * losses).sum()
 

@@ -24,10 +24,19 @@ def bounded(scores: Tensor, max_logit: float | None) -> Tensor:
     return scores if max_logit is None else max_logit * torch.tanh(scores / max_logit)
 
 
-def example_weights(scores: Tensor, uniform_mix: float = 0.0) -> Tensor:
-    """W = (1 - u) softmax(s) + u / B. Equal scores give exactly 1/B."""
+def example_weights(scores: Tensor, uniform_mix: float = 0.0, min_share: float = 0.0) -> Tensor:
+    """W = (1 - u) softmax(s) + u / B. Equal scores give exactly 1/B.
+
+    u is `uniform_mix`, or more where the effective sample would else be less than `min_share` of the batch. There
+    only the direction of w - 1/B counts, not its length: psi gains nothing by driving scores to extremes.
+    """
     p = torch.softmax(scores, dim=0)  # (B,)
-    return p + uniform_mix * (1 / len(scores) - p) if uniform_mix else p
+    w = p + uniform_mix * (1 / len(scores) - p) if uniform_mix else p
+    if not min_share:
+        return w
+    allowed = (1 / min_share - 1) / len(scores)
+    excess = (w - 1 / len(scores)).square().sum()  # sum w^2 - 1/B
+    return 1 / len(scores) + (w - 1 / len(scores)) * (allowed / excess.clamp_min(allowed)).sqrt()
 
 
 def effective_sample_size(weights: Tensor) -> Tensor:

@@ -1,160 +1,181 @@
-"""One training run, top to bottom."""
+"""One training run, top to bottom: any method, any recipe, from data to result, and on from wherever it was stopped."""
 
 import math
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import Optimizer
+from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DataLoader
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from ..baselines import Uniform
 from ..errors import GradsieveError
-from ..record import StepRecord
-from ..reweight import DDS
-from ..sampling import ScoreSampler
+from ..runs.directory import RunDirectory
+from ..runs.journal import Journal
+from ..runs.progress import Progress
+from ..runs.signature import environment, signature
+from .augment import normalized, pad_crop_flip
 from .data import ImageSet, Splits
+from .load import load_splits
+from .methods import METHODS, Bench, training_set
+from .models import build_model
+from .recipe import ImageRecipe, OptimizerSettings
+from .stream import InOrder, Shuffled, Stream, seeded
 
-METHODS = ("uniform", "uniform+dev", "oracle", "oracle+dev", "dds")
-
-
-class Method(Protocol):
-    """What the loop asks of DDS and of every baseline."""
-
-    def loss(self, batch: Any) -> Tensor: ...
-    def step(self) -> StepRecord | None: ...
+EVALUATION_BATCH = 500
 
 
-@dataclass(frozen=True)
-class Budget:
-    """What all methods of a comparison share."""
+def train(
+    recipe: ImageRecipe,
+    method: str,
+    *,
+    seed: int,
+    data: Path | None,
+    out: Path,
+    resume: bool,
+    device: torch.device,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Trains, measures and writes the run directory `out`; returns what result.json holds."""
+    if method not in METHODS:
+        raise GradsieveError(f"unknown method {method!r}; choose one of {', '.join(METHODS)}.")
+    run = RunDirectory(out, recipe, method, seed, resume=resume)
+    if run.result is not None:
+        return run.result
+    splits = load_splits(recipe, data, seed)
+    examples = training_set(method, splits)
+    result: dict[str, Any] = {"recipe": recipe.name, "method": method, "seed": seed}
+    signed = signature(recipe, method, seed, splits.checksum)
+    run.open(environment(device) | {"signature": signed})
+    earlier = 0.0
+    if method == "dds-retrained":  # a scorer first, then the model again from scratch with it
+        first = out / "first"
+        found = train(recipe, "dds", seed=seed, data=data, out=first, resume=True, device=device, progress=progress)
+        earlier = found["seconds"]
+        scorer = recipe.scorer.model_copy(update={"init": first / "final/scorer.safetensors"})
+        recipe = recipe.model_copy(update={"scorer": scorer})
 
-    model: Callable[[], nn.Module]
-    optimizer: Callable[[nn.Module], Optimizer]
-    steps: int
-    batch_size: int
-    dev_batch_size: int
-    evaluate_every: int = 50
-    cosine: bool = False
-    """Whether the learning rate falls to zero along a half cosine; else it is constant."""
+    torch.manual_seed(seed)
+    prepare = Preparation(recipe, splits, seed, device)
+    stream = Stream(Shuffled(examples, recipe.batch_size, seed, "train"), prepare.training, device, recipe.data.workers)
+    dev = Stream(Shuffled(splits.dev, recipe.dev_batch_size, seed, "dev"), prepare.evaluation, device)
+    channels, height, width = splits.dev.read(torch.tensor([0]))[0].shape[1:]
+    shape = (channels, height, width)
+    model = build_model(recipe.model.name, shape=shape, num_classes=splits.num_classes).to(device)
+    if recipe.model.channels_last:
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    optimizer = build_optimizer(recipe.optimizer, model)
+    schedule = LambdaLR(optimizer, lambda t: learning_rate_factor(t, recipe.steps, recipe.optimizer))
+    average = moving_average(model, recipe.optimizer.average)
+    way = METHODS[method](Bench(recipe, model, cross_entropy, optimizer, dev, shape, splits.num_classes, seed))
+    if recipe.model.compile:
+        model.compile()
+    low = torch.autocast(device.type, torch.bfloat16, enabled=recipe.model.precision == "bf16")
+    evaluated = model if average is None else average.module
 
+    parts = {"model": model, "optimizer": optimizer, "schedule": schedule, "method": way, "stream": stream}
+    journal = Journal(
+        run,
+        recipe,
+        parts if average is None else parts | {"average": average},
+        evaluated=evaluated,
+        evaluate_dev=lambda: evaluate(evaluated, splits.dev, prepare, low),
+        num_examples=len(examples),
+        device=device,
+        progress=progress,
+    )
+    step = journal.begin(f"{method}, seed {seed}")
+    batches = iter(stream)
+    while step < recipe.steps:
+        batch = next(batches)
+        optimizer.zero_grad()
+        with low:
+            loss = way.loss(batch)
+        loss.backward()
+        optimizer.step()
+        record = way.step()
+        schedule.step()
+        if average is not None:
+            average.update_parameters(model)
+        step += 1
+        journal.after_step(step, loss, record, batch[2])
 
-@dataclass
-class Outcome:
-    """Accuracies in per cent. `best_by_dev`: on test, at the latest step where dev accuracy was highest."""
-
-    last: float = 0.0
-    best_by_dev: float = 0.0
-    seconds: float = 0.0
-    effective_share: float = 1.0
-    """Effective sample size over batch size, mean over the run."""
-    skipped: int = 0
-    right: list[float] = field(default_factory=list)
-    """Per step, the mean weight of rightly labelled examples, where 1 is a uniform weight."""
-    wrong: list[float] = field(default_factory=list)
+    if (scorer_module := getattr(way, "scorer", None)) is not None:
+        run.save_tensors("final/scorer", scorer_module.state_dict())
+    if splits.damaged is not None:
+        run.save_tensors("damaged", {"damaged": splits.damaged})
+    result |= journal.result(lambda: evaluate(evaluated, splits.test, prepare, low))
+    result["seconds"] += earlier
+    result |= {"skipped": getattr(way, "skipped", 0), "signature": signed}
+    run.finish(result)
+    return result
 
 
 def cross_entropy(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
-def training_set(method: str, splits: Splits) -> ImageSet:
-    """The examples that the method may train on."""
-    train = splits.train[~splits.damaged] if method.startswith("oracle") else splits.train
-    if not method.endswith("+dev"):
-        return train
-    both = zip((train.images, train.labels), (splits.dev.images, splits.dev.labels), strict=True)
-    return ImageSet(*(torch.cat(parts) for parts in both))
+def build_optimizer(settings: OptimizerSettings, model: nn.Module) -> Optimizer:
+    if settings.name == "adam":
+        return Adam(model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
+    return SGD(
+        model.parameters(),
+        lr=settings.lr,
+        momentum=settings.momentum,
+        nesterov=settings.nesterov,
+        weight_decay=settings.weight_decay,
+    )
 
 
-def train(
-    method: str,
-    splits: Splits,
-    budget: Budget,
-    *,
-    seed: int,
-    scorer: Callable[[nn.Module], nn.Module] | None = None,
-    options: dict[str, Any] | None = None,
-    sampled: bool = False,
-    on_step: Callable[[], None] = lambda: None,
-) -> Outcome:
-    """Trains `budget.model` by `method` and measures it. `scorer`, `options` and `sampled` are for DDS."""
-    if method not in METHODS:
-        raise GradsieveError(f"unknown method {method!r}; choose one of {', '.join(METHODS)}.")
-    torch.manual_seed(seed)
-    model = budget.model()
-    optimizer = budget.optimizer(model)
-    half_wave = math.pi / budget.steps if budget.cosine else 0.0
-    schedule = LambdaLR(optimizer, lambda t: 0.5 + 0.5 * math.cos(t * half_wave))
-    data = training_set(method, splits)
-    shuffle = torch.Generator().manual_seed(seed)
-    loader = data.loader(budget.batch_size, generator=shuffle, drop_last=True)
-    way: Method = Uniform(model, cross_entropy)
-    if method == "dds":
-        dev_loader = splits.dev.loader(budget.dev_batch_size, generator=torch.Generator().manual_seed(seed + 1))
-        net = scorer(model) if scorer else None
-        sampler = None
-        if sampled and net is not None:
-            sampler = ScoreSampler(data.dataset(), net, batch_size=budget.batch_size, generator=shuffle)
-            loader = DataLoader(data.dataset(), budget.batch_size, sampler=sampler, drop_last=True)
-        way = DDS(model, net, cross_entropy, optimizer, dev_loader, sampler=sampler, **options or {})
+def learning_rate_factor(t: int, steps: int, settings: OptimizerSettings) -> float:
+    """Of the learning rate of the update after `t` others: a climb from 0, then half a cosine, or level ground."""
+    warm = min(1.0, (t + 1) / settings.warmup) if settings.warmup else 1.0
+    return warm * (0.5 + 0.5 * math.cos(math.pi * t / steps)) if settings.cosine else warm
 
-    outcome, weights, best_dev = Outcome(), [], -1.0
-    start, paused = time.perf_counter(), 0.0
-    step = 0
-    while step < budget.steps:
-        for batch in loader:
-            optimizer.zero_grad()
-            loss = way.loss(batch)
-            loss.backward()
-            optimizer.step()
-            record = way.step()
-            schedule.step()
 
-            step += 1
-            if record is not None:
-                weights.append((record.weights, batch[2]))
-            if step % budget.evaluate_every == 0 or step == budget.steps:
-                before = time.perf_counter()
-                dev = accuracy(model, splits.dev)
-                if dev >= best_dev or step == budget.steps:
-                    outcome.last = accuracy(model, splits.test)
-                if dev >= best_dev:
-                    best_dev, outcome.best_by_dev = dev, outcome.last
-                paused += time.perf_counter() - before
-            on_step()
-            if step == budget.steps:
-                break
-    outcome.seconds = time.perf_counter() - start - paused
-    _summarize(outcome, weights, splits.damaged)
-    if isinstance(way, DDS):
-        outcome.skipped = way.skipped
-    return outcome
+def moving_average(model: nn.Module, rate: float) -> AveragedModel | None:
+    """Of all parameters and, as the paper does, of BatchNorm's statistics."""
+    return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(rate), use_buffers=True).eval() if rate else None
+
+
+class Preparation:
+    """From bytes to what the network sees, for training (at random, but the same for the same step) and evaluation."""
+
+    def __init__(self, recipe: ImageRecipe, splits: Splits, seed: int, device: torch.device):
+        self.mean = torch.tensor(splits.mean, device=device)
+        self.deviation = torch.tensor(splits.deviation, device=device)
+        self.augmented, self.seed, self.device = recipe.augment == "pad-crop-flip", seed, device
+        self.format = torch.channels_last if recipe.model.channels_last else torch.contiguous_format
+        self.workers = recipe.data.workers
+
+    def evaluation(self, pixels: Tensor, step: int) -> Tensor:
+        return normalized(pixels, self.mean, self.deviation).contiguous(memory_format=self.format)
+
+    def training(self, pixels: Tensor, step: int) -> Tensor:
+        images = self.evaluation(pixels, step)
+        if not self.augmented:
+            return images
+        cropped = pad_crop_flip(images, generator=seeded(self.seed, "augment", step, device=self.device))
+        return cropped.contiguous(memory_format=self.format)
 
 
 @torch.no_grad()
-def accuracy(model: nn.Module, data: ImageSet) -> float:
-    """Per cent of the labels that the model gets right, in eval mode."""
+def evaluate(
+    model: nn.Module, images: ImageSet, prepare: Preparation, low: AbstractContextManager[Any]
+) -> dict[str, float]:
+    """Accuracy in per cent and mean loss, in eval mode."""
     training = model.training
     model.eval()
-    right = sum(
-        (model(images).argmax(1) == labels).sum()
-        for images, labels in zip(data.images.split(500), data.labels.split(500), strict=True)
-    )
+    totals = torch.zeros(2, dtype=torch.float64, device=prepare.device)
+    stream = Stream(InOrder(images, EVALUATION_BATCH), prepare.evaluation, prepare.device, prepare.workers)
+    for x, y, _ in stream:
+        with low:
+            logits = model(x).float()
+        right, loss = (logits.argmax(1) == y).sum(), F.cross_entropy(logits, y, reduction="sum")
+        totals += torch.stack([right.double(), loss.double()])
     model.train(training)
-    return 100 * float(right) / len(data)
-
-
-def _summarize(outcome: Outcome, weights: list[tuple[Tensor, Tensor]], damaged: Tensor) -> None:
-    if not weights:
-        return
-    relative = torch.stack([w * len(w) for w, _ in weights])  # (T, B), 1 = uniform
-    wrong = damaged[torch.stack([index for _, index in weights])]  # (T, B)
-    outcome.effective_share = float((1 / relative.square().mean(1)).mean())
-    for mask, trace in ((~wrong, outcome.right), (wrong, outcome.wrong)):
-        trace.extend(((relative * mask).sum(1) / mask.sum(1)).tolist())
+    accuracy, loss = (totals / len(images)).tolist()
+    return {"accuracy": 100 * accuracy, "loss": loss}

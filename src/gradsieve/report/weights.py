@@ -1,46 +1,52 @@
-"""How the weights of right and wrong labels part company."""
+"""How the weights of right and wrong labels part company, read from run directories."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
 import numpy as np
+from safetensors.numpy import load_file
 
 INK, QUIET, RIGHT, WRONG = "#1f2933", "#7b8794", "#1b7f5c", "#c2410c"
 
 
-def plot_weights(
-    right: list[list[float]], wrong: list[list[float]], file: Path, *, title: str, window: int = 40
-) -> None:
-    """One curve each over training steps, with the range over seeds; 1 is the weight in plain training."""
+def weight_curves(run: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Steps, mean weight of rightly and of wrongly labelled examples; 1 is the weight in plain training."""
+    wrong = load_file(run / "damaged.safetensors")["damaged"]
+    steps, means = [0], [(1.0, 1.0)]
+    for file in sorted((run / "scores").glob("step-*.safetensors")):
+        weights = load_file(file)["weights"].astype(np.float32)
+        seen = np.isfinite(weights)
+        if (seen & wrong).any() and (seen & ~wrong).any():
+            steps.append(int(file.stem.removeprefix("step-")))
+            means.append((weights[seen & ~wrong].mean(), weights[seen & wrong].mean()))
+    return np.array(steps), *np.array(means).T
+
+
+def plot_weights(runs: Sequence[Path], file: Path, *, title: str) -> None:
+    """One curve for right and one for wrong labels over training steps, with the range over the runs."""
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 4.2), dpi=150)
-    for runs, colour, name in ((right, RIGHT, "right labels"), (wrong, WRONG, "wrong labels")):
-        curves = np.stack([_smooth(np.asarray(run), window) for run in runs])
-        steps = np.arange(1, curves.shape[1] + 1)
-        axes.fill_between(steps, curves.min(0), curves.max(0), color=colour, alpha=0.18, linewidth=0)
-        axes.plot(steps, curves.mean(0), color=colour, linewidth=2)
-        axes.annotate(
-            name, (steps[-1], curves.mean(0)[-1]), (6, 0), textcoords="offset points", color=colour, va="center"
-        )
+    every_steps, *curves = zip(*(weight_curves(run) for run in runs), strict=True)
+    steps = every_steps[0]
+    for values, colour, name in zip(
+        map(np.stack, curves), (RIGHT, WRONG), ("right labels", "wrong labels"), strict=True
+    ):
+        axes.fill_between(steps, values.min(0), values.max(0), color=colour, alpha=0.18, linewidth=0)
+        axes.plot(steps, values.mean(0), color=colour, linewidth=2)
+        end = (steps[-1], values.mean(0)[-1])
+        axes.annotate(name, end, (6, 0), textcoords="offset points", color=colour, va="center")
     axes.axhline(1, color=QUIET, linewidth=1, linestyle=(0, (4, 3)))
-    axes.annotate("plain training", (len(right[0]), 1), (6, 0), textcoords="offset points", color=QUIET, va="center")
+    axes.annotate("plain training", (steps[-1], 1), (6, 0), textcoords="offset points", color=QUIET, va="center")
     axes.set_xlabel("training step", color=INK)
     axes.set_ylabel("mean weight (uniform = 1)", color=INK)
     axes.set_ylim(0, None)
-    axes.set_xlim(0, len(right[0]))
+    axes.set_xlim(0, max(1, steps[-1]))
     axes.set_title(title, loc="left", color=INK, fontsize=12)
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(colors=INK)
     figure.tight_layout()
     figure.savefig(file)
     plt.close(figure)
-
-
-def _smooth(values: np.ndarray, window: int) -> np.ndarray:
-    """Mean over the last `window` steps, or as many as there were; steps without such examples are left out."""
-    known = np.isfinite(values)
-    sums, counts = np.cumsum(np.where(known, values, 0.0)), np.cumsum(known)
-    sums[window:], counts[window:] = sums[window:] - sums[:-window], counts[window:] - counts[:-window]
-    return sums / np.maximum(counts, 1)

@@ -1,0 +1,96 @@
+"""What the baselines share: the contract of a method around a rule that weighs one minibatch."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..dev import DevBatches
+from ..errors import GradsieveError
+from ..parameters import LossFn, checked_losses, device_of, trainable
+from ..randomness import RandomStream
+from ..record import StepRecord
+from ..scorer import effective_sample_size
+
+
+def quantile(losses: Tensor, share: float) -> Tensor:
+    """The smallest loss that at least `share` of the batch do not exceed: one of the losses, never between two."""
+    count = math.ceil(share * len(losses) - 1e-9)  # 0.56 * 25 is a little above 14
+    return losses.sort().values[max(count, 1) - 1]
+
+
+class Weighting(ABC):
+    """A method whose weights are known once the training forward is done. Subclasses write `_weigh`."""
+
+    def __init__(self, model: nn.Module, loss_fn: LossFn):
+        if not trainable(model):
+            raise GradsieveError("the model has no parameter that requires a gradient.")
+        self.model, self.loss_fn = model, loss_fn
+        self.steps = 0
+        self._weighed: StepRecord | None = None
+
+    @abstractmethod
+    def _weigh(self, batch: Any, losses: Tensor) -> StepRecord:
+        """Weighs the batch by its losses l_i(theta_{t-1}), (B,), which carry no graph."""
+
+    def loss(self, batch: Any) -> Tensor:
+        """sum_i w_i l_i(theta_{t-1}): a scalar to call ``backward()`` on."""
+        who = type(self).__name__
+        if not torch.is_grad_enabled():
+            raise GradsieveError(f"{who}.loss() must run with gradients enabled; it is called under no_grad.")
+        losses = checked_losses(self.loss_fn(self.model, batch), batch)  # (B,)
+        if not losses.requires_grad:
+            raise GradsieveError("the losses carry no gradient; loss_fn must not detach or run under no_grad.")
+        self._weighed = self._weigh(batch, losses.detach())
+        return (self._weighed.weights * losses).sum()
+
+    def step(self) -> StepRecord:
+        """Ends the training step, after ``optimizer.step()``."""
+        record, self._weighed = self._weighed, None
+        if record is None:
+            who = type(self).__name__
+            raise GradsieveError(f"{who}.step() needs the batch of loss(): call loss() first, then step() once.")
+        self.steps += 1
+        return record
+
+    def _record(
+        self,
+        weights: Tensor,
+        finite: dict[str, Tensor],
+        *,
+        rewards: Tensor | None = None,
+        dev_loss: Tensor | None = None,
+    ) -> StepRecord:
+        """Of these weights; or of uniform ones if any part of the step was not finite."""
+        good = torch.stack(list(finite.values())).all()
+        weights = torch.where(good, weights, 1 / len(weights)).detach()
+        size = effective_sample_size(weights).nan_to_num(posinf=0.0)  # no weight at all is no sample at all
+        return StepRecord(self.steps + 1, rewards, weights, size, dev_loss, finite)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a resumed run needs besides model and optimizer. To be taken after `step()`."""
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = state["steps"]
+        self._weighed = None
+
+
+class DevWeighting(Weighting):
+    """A weighting that learns from dev batches, with random numbers of its own; the global ones are never touched."""
+
+    def __init__(self, model: nn.Module, loss_fn: LossFn, dev_loader: Iterable[Any], seed: int | None):
+        super().__init__(model, loss_fn)
+        self.stream = RandomStream(device_of(model), torch.initial_seed() if seed is None else seed)
+        self.dev = DevBatches(dev_loader, self.stream)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "random": dict(self.stream.state), "dev": self.dev.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.stream.state = {device: value.cpu() for device, value in state["random"].items()}
+        self.dev.load_state_dict(state["dev"])

@@ -1,0 +1,101 @@
+"""Learning to reweight examples (Ren et al., ICML 2018): every minibatch is weighted anew by a dev batch.
+
+Their lookahead takes one SGD step on the losses weighted by eps and asks how the dev loss changes with each eps_i
+at eps = 0:
+
+    u_i = -d/d eps_i J(theta_t - alpha grad sum_j eps_j l_j(theta_t), dev) = alpha grad l_i . grad J(theta_t, dev)
+
+At eps = 0 the lookahead leaves theta where it is, so u is the reward of Eq. 2 with both gradients at the same theta. It
+needs no second derivative: one dev gradient and one more forward pass. alpha cancels in the weights.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..dev import DEV_MODES, dev_gradient
+from ..errors import GradsieveError
+from ..parameters import LossFn, full_precision, norm, snapshot, trainable
+from ..randomness import RandomState, random_state
+from ..record import StepRecord
+from ..reward import EPSILON, check_estimator, rewards
+from .base import DevWeighting
+
+
+def rectified_weights(r: Tensor) -> Tensor:
+    """w_i = max(0, r_i) / sum_j max(0, r_j), (B,); all zero if no r_i is positive."""
+    u = r.clamp_min(0)
+    total = u.sum()
+    return u / torch.where(total > 0, total, 1)
+
+
+class BatchWeight(DevWeighting):
+    """Weighs each example by how far its gradient agrees with the dev gradient; nothing outlives the minibatch.
+
+    Args:
+        model: what is trained, theta.
+        loss_fn: ``loss_fn(model, batch) -> (B,)``, one loss per example.
+        dev_loader: any re-iterable of batches; drawn from without end and moved to the model's device.
+        reward: ``"finite_difference"``, ``"jvp"`` or ``"per_example"``; see reward.py.
+        dev_mode: how modules run on the dev batch, ``"train"`` or ``"eval"``; see dev.py.
+        epsilon: length of the finite-difference step.
+        seed: of dev shuffling and of dropout in the dev pass; by default torch's initial seed.
+
+    The dev pass happens inside `loss()`, while the training graph waits for its backward: memory peaks at both graphs.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFn,
+        dev_loader: Iterable[Any],
+        *,
+        reward: str = "finite_difference",
+        dev_mode: str = "train",
+        epsilon: float = EPSILON,
+        seed: int | None = None,
+    ):
+        check_estimator(reward, cosine=False)
+        if dev_mode not in DEV_MODES:
+            raise GradsieveError(f"dev_mode must be one of {DEV_MODES}, not {dev_mode!r}.")
+        if not epsilon > 0:
+            raise GradsieveError(f"epsilon must be above 0, not {epsilon}.")
+        super().__init__(model, loss_fn, dev_loader, seed)
+        self.reward, self.dev_mode, self.epsilon = reward, dev_mode, epsilon
+        self._before: tuple[RandomState, dict[str, Tensor]] = ({}, {})
+
+    def loss(self, batch: Any) -> Tensor:
+        """sum_i w_i l_i(theta_t): a scalar to call ``backward()`` on."""
+        # The reward pass is to see the dropout masks and buffers that the training forward sees.
+        self._before = (random_state(self.stream.device), snapshot(dict(self.model.named_buffers())))
+        return super().loss(batch)
+
+    def _weigh(self, batch: Any, losses: Tensor) -> StepRecord:
+        kind = self.stream.device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        dev_batch = self.dev.draw()
+        with self.stream:
+            dev_loss, d_theta = dev_gradient(
+                self.model, self.loss_fn, dev_batch, trainable(self.model), mode=self.dev_mode, autocast=autocast
+            )
+        state, buffers = self._before
+        r = rewards(
+            self.model,
+            self.loss_fn,
+            batch if autocast is None else full_precision(batch),
+            d_theta,
+            estimator=self.reward,
+            # Losses in reduced precision are no base for a small difference.
+            losses=losses if autocast is None else None,
+            state=state,
+            buffers=buffers,
+            epsilon=self.epsilon,
+        ).detach()
+        finite = {
+            "loss": losses.isfinite().all(),
+            "dev gradient": norm(d_theta).isfinite() & dev_loss.isfinite(),
+            "reward": r.isfinite().all(),
+        }
+        return self._record(rectified_weights(r), finite, rewards=r, dev_loss=dev_loss)

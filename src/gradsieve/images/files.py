@@ -1,0 +1,177 @@
+"""Image sets in files, too big for memory: a folder for each class, or WebDataset's tar shards.
+
+Labels are known from the start and pictures are read by row, so that subsets, scores, damage and resuming work as for
+a set in memory. No file stays open between reads: sources can be pickled, and forked workers share no handle.
+"""
+
+import os
+import re
+import tarfile
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import GradsieveError
+from .data import ImageSet, Splits
+from .view import Pictures, checksum
+
+EXTENSIONS = ("jpg", "jpeg", "png", "bmp", "webp", "ppm")
+SPLIT = re.compile(r"(?<![a-z])(train|dev|val|test)")
+MEMBER = re.compile(r"((?:.*/)?[^./]+)\.([^/]+)")
+"""A member of a shard: the example's key, up to the first dot of the file's name, and what of the example it is."""
+BLOCK = tarfile.BLOCKSIZE
+IMAGENET_MEAN, IMAGENET_DEVIATION = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
+
+
+class Folder(Pictures):
+    """A folder for each class, in the order of their names; in each its images, in the order of theirs."""
+
+    def __init__(self, directory: Path, size: int, classes: Sequence[str] | None = None) -> None:
+        """`classes`: the training set's, if this is another set."""
+        found = sorted(path.name for path in directory.iterdir() if path.is_dir() and not path.name.startswith("."))
+        self.directory, self.size, self.classes = directory, size, list(found if classes is None else classes)
+        if unknown := sorted(set(found) - set(self.classes)):
+            raise GradsieveError(f"{directory} has classes that the training set lacks: {', '.join(unknown)}.")
+        numbers = {name: label for label, name in enumerate(self.classes)}
+        files = [(numbers[folder], *file) for folder in found for file in _images(directory / folder)]
+        if not files:
+            raise GradsieveError(f"{directory} has no images; looked for CLASS/*.{{{','.join(EXTENSIONS)}}} in it.")
+        labels, names, sizes = zip(*files, strict=True)
+        self.labels = torch.tensor(labels)
+        self.names = np.array([os.fsencode(name) for name in names])  # compact: workers copy what they touch
+        self.checksum = checksum([*self.classes, *names], self.labels, torch.tensor(sizes))
+
+    def locate(self, row: int) -> tuple[Path, str]:
+        path = self.directory / self.classes[self.labels[row]] / os.fsdecode(self.names[row])
+        return path, str(path)
+
+
+def _images(folder: Path) -> list[tuple[str, int]]:
+    """Names and sizes, by name."""
+    endings = tuple(f".{extension}" for extension in EXTENSIONS)
+    with os.scandir(folder) as entries:
+        files = (e for e in entries if e.name.lower().endswith(endings) and not e.name.startswith(".") and e.is_file())
+        return sorted((e.name, e.stat().st_size) for e in files)
+
+
+class Shards(Pictures):
+    """Uncompressed tars of `key.jpg` (or another kind of image) and `key.cls`, the label as text.
+
+    Their headers are read once; from then on an image is a place in a file.
+    """
+
+    def __init__(self, paths: Sequence[Path], size: int) -> None:
+        self.paths, self.size = list(paths), size
+        self.index = torch.cat([_index(path, shard) for shard, path in enumerate(self.paths)])  # (N, 4)
+        self.shards, self.labels = self.index[:, 0].clone(), self.index[:, 1].clone()
+        self.checksum = checksum([path.name for path in self.paths], self.index)
+
+    def locate(self, row: int) -> tuple[bytes, str]:
+        shard, _, start, length = self.index[row].tolist()
+        with self.paths[shard].open("rb") as file:
+            file.seek(start - BLOCK)
+            header, raw = file.read(BLOCK), file.read(length)
+        return raw, f"{self.paths[shard]}, {tarfile.TarInfo.frombuf(header, 'utf-8', 'replace').name}"
+
+
+def _index(path: Path, shard: int) -> Tensor:
+    """Of each example the shard, the label, and where in the file its image starts and how long it is, (N, 4)."""
+    images: dict[str, tuple[int, int]] = {}
+    labels: dict[str, bytes] = {}
+    try:
+        with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
+            for member in tar:
+                match = MEMBER.fullmatch(member.name)
+                if match is None or not member.isreg():
+                    continue
+                key, kind = match[1], match[2].lower()
+                if key in images and kind in EXTENSIONS:
+                    raise GradsieveError(f"{path}: example {key} has two images. Remove one.")
+                if kind in EXTENSIONS:
+                    images[key] = member.offset_data, member.size
+                elif kind == "cls":
+                    file.seek(member.offset_data)
+                    labels[key] = file.read(member.size)
+            file.seek(tar.offset)
+            if file.read(BLOCK) != bytes(BLOCK):  # tarfile takes a broken header for the end
+                raise tarfile.ReadError("it has no end mark")
+    except (tarfile.TarError, OSError) as error:
+        raise GradsieveError(f"{path} is no whole, uncompressed tar ({error}). Fetch it or make it again.") from error
+    if unpaired := sorted(images.keys() ^ labels.keys()):
+        lacks = "label (.cls)" if unpaired[0] in images else f"image ({', '.join(EXTENSIONS)})"
+        raise GradsieveError(f"{path}: example {unpaired[0]} has no {lacks}. Add it or remove the example.")
+    if not images:
+        raise GradsieveError(f"{path} has no examples. Remove it.")
+    return torch.tensor([(shard, _label(labels[key], f"{path}, {key}.cls"), *images[key]) for key in images])
+
+
+def _label(raw: bytes, where: str) -> int:
+    if not re.fullmatch(rb"\s*\d{1,9}\s*", raw):
+        raise GradsieveError(f"{where} holds {raw[:20]!r}; a label is a whole number from 0 up.")
+    return int(raw)
+
+
+def folder_splits(directory: Path, setting: str, size: int) -> Splits:
+    """``train/CLASS/*`` and ``test/CLASS/*``, or ``val/CLASS/*`` where there is no test: the paper tests on ImageNet's.
+
+    ``"10pct"``: each class's first tenth of the files; ``"full"``: all. The last tenth of those, by class, is dev.
+    """
+    test = next((directory / name for name in ("test", "val", "validation") if (directory / name).is_dir()), None)
+    if test is None or not (directory / "train").is_dir():
+        raise GradsieveError(f"{directory} must hold the folders train, and test or val, with a folder for each class.")
+    source = Folder(directory / "train", size)
+    counts = torch.bincount(source.labels, minlength=len(source.classes))
+    if (fewest := int(counts.min())) < 2:
+        folder = directory / "train" / source.classes[int(counts.argmin())]
+        raise GradsieveError(f"{folder} needs two images or more, for training and for dev; it has {fewest}.")
+    place = torch.arange(len(source.labels)) - (counts.cumsum(0) - counts)[source.labels]  # (N,), in the class
+    kept = _share(counts, setting).clamp(min=2)[source.labels]
+    return _split(source, place, kept, Folder(test, size, source.classes), len(source.classes))
+
+
+def shard_splits(directory: Path, setting: str, size: int) -> Splits:
+    """``train*.tar`` and ``test*.tar``, or ``val*.tar`` where there is no test; or folders of these names.
+
+    ``"10pct"``: the first tenth of the training shards; ``"full"``: all. The last tenth of those is dev.
+    """
+    tars = files_by_split(directory, "tar")
+    train, test = tars["train"], tars["test"] or tars["val"]
+    if not train or not test:
+        raise GradsieveError(f"{directory} must hold the shards train*.tar, and test*.tar or val*.tar.")
+    kept = int(_share(torch.tensor(len(train)), setting))
+    if kept < 2:
+        raise GradsieveError(
+            f"{directory} has training shards: {len(train)}. The setting {setting} needs "
+            f"{20 if setting == '10pct' else 2} or more, for dev is made of whole ones."
+        )
+    source, test_source = Shards(train[:kept], size), Shards(test, size)
+    num_classes = int(source.labels.max()) + 1
+    test_source.check_labels(num_classes)
+    return _split(source, source.index[:, 0], torch.tensor(kept), test_source, num_classes)
+
+
+def _share(count: Tensor, setting: str) -> Tensor:
+    if setting not in ("10pct", "full"):
+        raise GradsieveError(f"unknown setting {setting!r}; choose 10pct or full.")
+    return count // 10 if setting == "10pct" else count
+
+
+def _split(source: Pictures, place: Tensor, kept: Tensor, test: Pictures, num_classes: int) -> Splits:
+    """Of the first `kept` places, which are files of a class or shards, the last tenth is dev, but one at least."""
+    first_dev = kept - (kept // 10).clamp(min=1)
+    posted = ImageSet.whole(source)
+    train, dev = posted[place < first_dev], posted[(first_dev <= place) & (place < kept)]
+    return Splits(train, dev, ImageSet.whole(test), num_classes, IMAGENET_MEAN, IMAGENET_DEVIATION)
+
+
+def files_by_split(directory: Path, extension: str) -> defaultdict[str, list[Path]]:
+    """Files here and a folder down, by name, under the first of train, dev, val, test to begin a word of their path."""
+    splits = defaultdict(list)
+    for path in sorted([*directory.glob(f"*.{extension}"), *directory.glob(f"*/*.{extension}")]):
+        if match := SPLIT.search(path.relative_to(directory).as_posix().lower()):
+            splits[match[1]].append(path)
+    return splits

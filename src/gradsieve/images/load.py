@@ -1,0 +1,39 @@
+"""The data that a recipe names, damaged as it says."""
+
+from pathlib import Path
+
+from ..errors import GradsieveError
+from .damage import flip_noise, long_tail, uniform_noise
+from .data import Splits, cifar10, digits
+from .recipe import ImageRecipe
+
+
+def load_splits(recipe: ImageRecipe, directory: Path | None, seed: int) -> Splits:
+    data, damage = recipe.data, recipe.damage
+    splits = digits(seed=seed) if data.name == "digits" else _on_disk(recipe, directory)
+    if damage.kind == "uniform":
+        return uniform_noise(splits, damage.share, seed=seed)
+    if damage.kind == "flip":
+        return flip_noise(splits, damage.share, seed=seed)
+    if damage.kind == "long-tail":
+        return long_tail(splits, damage.factor, seed=seed)
+    return splits
+
+
+def _on_disk(recipe: ImageRecipe, directory: Path | None) -> Splits:
+    data = recipe.data
+    if directory is None:
+        raise GradsieveError(f"recipe {recipe.name} needs {recipe.needs}. Say where it lies with --data DIR.")
+    if not directory.is_dir():
+        raise GradsieveError(f"--data {directory} is no folder.")
+    if data.name == "cifar10":
+        if data.setting == "10pct":
+            raise GradsieveError("data.setting of CIFAR-10 is 4k or full, not 10pct.")
+        return cifar10(directory, data.setting)
+    if data.setting == "4k":
+        raise GradsieveError("data.setting of images on disk is 10pct or full, not 4k.")
+    from .tables import image_splits  # PIL and datasets are for those who read images from files
+
+    return image_splits(
+        directory, data.format, data.setting, data.size, image_column=data.image_column, label_column=data.label_column
+    )

@@ -1,0 +1,112 @@
+"""What a recipe for images may say. The defaults are here; a recipe's TOML file holds what differs from them."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from ..runs.recipe import Count, Recipe, Settings, Share
+from ..scorer import MAX_LOGIT, SCORER_LR
+
+Positive = Annotated[float, Field(gt=0)]
+PositiveShare = Annotated[float, Field(gt=0, le=1)]
+NotNegative = Annotated[float, Field(ge=0)]
+Reward = Literal["finite_difference", "jvp", "per_example"]
+DevMode = Literal["train", "eval"]
+
+
+class DataSettings(Settings):
+    name: Literal["digits", "cifar10", "images"]
+    """``images``: class folders, WebDataset shards, Parquet or a Hugging Face data set on disk."""
+    setting: Literal["4k", "10pct", "full"] = "full"
+    format: Literal["auto", "folder", "shards", "table"] = "auto"
+    size: Count = 224
+    """Pixels of the square that is cut from each image."""
+    image_column: str | None = None
+    label_column: str | None = None
+    workers: Annotated[int, Field(ge=0)] = 0
+    """Processes that read ahead."""
+
+
+class DamageSettings(Settings):
+    kind: Literal["none", "uniform", "flip", "long-tail"] = "none"
+    share: Share = 0.4
+    """Of the labels, for uniform and flip noise."""
+    factor: Annotated[float, Field(ge=1)] = 100.0
+    """Largest class over smallest, for the long tail."""
+
+
+class ModelSettings(Settings):
+    name: str
+    """``mlp``, ``small-cnn``, ``wrn-28-2``, ``resnet50``, ..., or ``module:function``."""
+    channels_last: bool = False
+    compile: bool = False
+    precision: Literal["float32", "bf16"] = "float32"
+
+
+class OptimizerSettings(Settings):
+    name: Literal["sgd", "adam"] = "sgd"
+    lr: Positive = 0.1
+    momentum: Share = 0.9
+    nesterov: bool = False
+    weight_decay: NotNegative = 2e-4
+    warmup: Annotated[int, Field(ge=0)] = 0
+    """Steps in which the learning rate climbs from 0."""
+    cosine: bool = True
+    """Whether it then falls to 0 along a half cosine; else it stays."""
+    average: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Rate of the moving average of parameters and BatchNorm statistics that is evaluated; 0 for none."""
+
+
+class ScorerSettings(Settings):
+    kind: Literal["signal", "signal+label", "paper", "paper+label", "conv", "conv+label", "mlp", "mlp+label"] = "signal"
+    """``paper``: the model's architecture, image in, one number out."""
+    lr: Positive = SCORER_LR
+    """Of Adam."""
+    init: Path | None = None
+    """A ``scorer.safetensors`` of an earlier run to start from."""
+
+
+class DDSSettings(Settings):
+    reward: Reward = "finite_difference"
+    psi_gradient: Literal["expectation", "algorithm1"] = "expectation"
+    optimizer_aware: bool = True
+    update_every: Count = 1
+    max_logit: Positive | None = MAX_LOGIT
+    uniform_mix: Share = 0.0
+    dev_mode: DevMode = "train"
+    min_share: Share = 0.0
+
+
+class SPCLSettings(Settings):
+    start: PositiveShare = 0.5
+    """Share of each batch that is let in at first."""
+    full_at: Share = 0.5
+    """Share of the steps after which all are let in."""
+
+
+class BatchWeightSettings(Settings):
+    reward: Reward = "finite_difference"
+    dev_mode: DevMode = "train"
+
+
+class MentorNetSettings(Settings):
+    lr: Positive = 1e-3
+    percentile: PositiveShare = 0.7
+    burn_in: Share = 0.2
+
+
+class ImageRecipe(Recipe):
+    batch_size: Count = 128
+    dev_batch_size: Count = 128
+    augment: Literal["none", "pad-crop-flip"] = "none"
+    """On the device. Images read from files get their random resized crop and flip as they are read."""
+    data: DataSettings
+    damage: DamageSettings = DamageSettings()
+    model: ModelSettings
+    optimizer: OptimizerSettings = OptimizerSettings()
+    scorer: ScorerSettings = ScorerSettings()
+    dds: DDSSettings = DDSSettings()
+    spcl: SPCLSettings = SPCLSettings()
+    batchweight: BatchWeightSettings = BatchWeightSettings()
+    mentornet: MentorNetSettings = MentorNetSettings()

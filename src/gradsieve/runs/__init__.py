@@ -1,0 +1,1 @@
+"""What every task shares: recipe, run directory, checkpoint, signature."""

@@ -1,0 +1,130 @@
+"""What goes on around the steps of a run: figures, weights of examples, evaluation, checkpoints, the result."""
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from ..randomness import random_state, set_random_state
+from ..record import StepRecord
+from .directory import RunDirectory
+from .progress import Progress
+from .recipe import Recipe
+
+Metrics = dict[str, float]
+
+
+class Journal:
+    """Keeps a run's books. The loop stays the task's own::
+
+        step = journal.begin(title)
+        while step < recipe.steps:
+            ...                                        # one training step
+            step += 1
+            journal.after_step(step, loss, record, index)
+        result = journal.result(evaluate_test)
+
+    Args:
+        parts: everything with a state that a resumed run needs, by name.
+        evaluated: the module whose parameters are measured and kept.
+        evaluate_dev: gives its metrics; the first one chooses the best step.
+        num_examples: size of the training set, for the latest weight of each example.
+    """
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        recipe: Recipe,
+        parts: Mapping[str, Any],
+        *,
+        evaluated: nn.Module,
+        evaluate_dev: Callable[[], Metrics],
+        num_examples: int,
+        device: torch.device,
+        progress: Progress,
+    ):
+        self.run, self.recipe, self.parts, self.progress = run, recipe, parts, progress
+        self.evaluated, self.evaluate_dev, self.device = evaluated, evaluate_dev, device
+        self.latest = torch.full((num_examples,), torch.nan, dtype=torch.float16, device=device)  # 1 is uniform
+        self.share, self.updates = torch.zeros((), device=device), 0
+        self.best: dict[str, Any] = {"step": 0, "dev": None}
+        self.seconds = self.clock = 0.0
+
+    def begin(self, title: str) -> int:
+        """Goes back to the last checkpoint, if there is one, and returns its step, else 0."""
+        step = 0
+        if (found := self.run.restore()) is not None:
+            step, state = found
+            for name, part in self.parts.items():
+                part.load_state_dict(state["parts"][name])
+            self.latest.copy_(state["latest"])
+            self.share.copy_(state["share"])
+            self.updates, self.best, self.seconds = state["updates"], state["best"], state["seconds"]
+            set_random_state(self.device, state["random"])
+        self.progress.begin(title, self.recipe.steps, step)
+        self.clock = time.perf_counter()
+        return step
+
+    def after_step(self, step: int, loss: Tensor, record: StepRecord | None, index: Tensor) -> None:
+        """Notes the step, and does what is due after it. Waits for the device only then."""
+        if record is not None:
+            self.latest[index] = (record.weights * len(record.weights)).half()
+            self.share += record.effective_sample_size / len(record.weights)
+            self.updates += 1
+        self.progress.advance(step)
+        recipe = self.recipe
+        moments = (
+            recipe.log_every,
+            max(1, recipe.steps // recipe.scores),
+            recipe.evaluate_every,
+            recipe.checkpoint_every,
+        )
+        log, scores, evaluate, checkpoint = (step % every == 0 or step == recipe.steps for every in moments)
+        if log:
+            line = {"step": step, "loss": loss.item()}
+            self.run.log(line | (record.to_dict() if record is not None else {}))
+            self.progress.tell(step, loss=line["loss"])
+        if not (scores or evaluate or checkpoint):
+            return
+        self.seconds += time.perf_counter() - self.clock
+        if scores and self.updates:
+            self.run.save_scores(step, self.latest)
+        if evaluate:
+            self._evaluate(step)
+        if checkpoint:
+            self._checkpoint(step)
+        self.clock = time.perf_counter()
+
+    def result(self, evaluate_test: Callable[[], Metrics]) -> dict[str, Any]:
+        """What is measured on test, once, after training: the last parameters, and those that dev chose."""
+        self.run.save_tensors("final/model", self.evaluated.state_dict())
+        last = evaluate_test()
+        self.evaluated.load_state_dict(load_file(self.run.path / "best/model.safetensors"))
+        best = last if self.best["step"] == self.recipe.steps else evaluate_test()
+        self.progress.end()
+        return {
+            "steps": self.recipe.steps,
+            "seconds": self.seconds,
+            "test": last,
+            "test_best_by_dev": best,
+            "dev_best": self.best["dev"],
+            "best_step": self.best["step"],
+            "effective_share": (self.share / self.updates).item() if self.updates else 1.0,
+        }
+
+    def _evaluate(self, step: int) -> None:
+        metrics = self.evaluate_dev()
+        name = next(iter(metrics))
+        self.run.log({"step": step, "seconds": self.seconds, "dev": metrics})
+        self.progress.tell(step, dev=metrics[name])
+        if self.best["dev"] is None or metrics[name] >= self.best["dev"][name]:
+            self.best = {"step": step, "dev": metrics}
+            self.run.save_tensors("best/model", self.evaluated.state_dict())
+
+    def _checkpoint(self, step: int) -> None:
+        own = {"latest": self.latest, "share": self.share, "updates": self.updates, "best": self.best}
+        state = {"parts": {name: part.state_dict() for name, part in self.parts.items()}, "seconds": self.seconds}
+        self.run.save_checkpoint(step, own | state | {"random": random_state(self.device)})

@@ -1,0 +1,149 @@
+"""Recipes: a TOML file that holds only what differs from the defaults, checked against a typed description."""
+
+import difflib
+import hashlib
+import json
+import tomllib
+from collections.abc import Iterable, Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ..errors import GradsieveError
+
+Share = Annotated[float, Field(ge=0, le=1)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class Settings(BaseModel):
+    """A part of a recipe. An unknown key is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Recipe(Settings):
+    """What every task's recipe has."""
+
+    name: str
+    task: str
+    description: str
+    needs: str = "nothing"
+    """What the user must bring."""
+    steps: Count
+    """Optimizer steps."""
+    log_every: Count = 50
+    evaluate_every: Count = 1000
+    checkpoint_every: Count = 1000
+    scores: Count = 20
+    """How many times in a run the examples' weights are written down."""
+
+    @property
+    def hash(self) -> str:
+        """Of everything that has a say in the result."""
+        content = self.model_dump(mode="json", exclude={"description", "needs"})
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def recipe_names() -> list[str]:
+    """Those that come with the package."""
+    return sorted(f.name.removesuffix(".toml") for f in _folder().iterdir() if f.name.endswith(".toml"))
+
+
+def load_recipe(name: str, overrides: Iterable[str], tasks: Mapping[str, type[Recipe]]) -> Recipe:
+    """The recipe of that name, or in that TOML file, with ``key=value`` overrides such as ``optimizer.lr=0.1``."""
+    content = _content(name)
+    for override in overrides:
+        _apply(content, override)
+    task = str(content.get("task"))
+    if task not in tasks:
+        raise GradsieveError(f"recipe {name}: task must be one of {', '.join(tasks)}, not {task!r}.")
+    try:
+        return tasks[task].model_validate(content)
+    except ValidationError as error:
+        raise GradsieveError(f"recipe {name}: " + "; ".join(_sentences(error, tasks[task]))) from error
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any], path: str = "") -> list[str]:
+    """Which keys of two resolved recipes differ, and how."""
+    found = []
+    for key in dict.fromkeys([*old, *new]):
+        a, b = old.get(key), new.get(key)
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            found += differences(a, b, f"{path}{key}.")
+        elif a != b:
+            found.append(f"{path}{key} was {a!r} and is {b!r}")
+    return found
+
+
+def _folder() -> Any:
+    return files("gradsieve") / "recipes"
+
+
+def _content(name: str) -> dict[str, Any]:
+    own = Path(name)
+    if name in recipe_names():
+        text, stem = (_folder() / f"{name}.toml").read_text(), name
+    elif own.suffix == ".toml" and own.is_file():
+        text, stem = own.read_text(), own.stem
+    else:
+        raise GradsieveError(
+            f"unknown recipe {name!r}{_nearest(name, recipe_names())}. There are {', '.join(recipe_names())}; "
+            "or give the path of a .toml file."
+        )
+    try:
+        return {"name": stem, **tomllib.loads(text)}
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise GradsieveError(f"recipe {name} is not valid TOML: {error}.") from error
+
+
+def _apply(content: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key.strip():
+        raise GradsieveError(f"--set wants key=value, for instance steps=1000, not {override!r}.")
+    *parents, last = key.strip().split(".")
+    for parent in parents:
+        content = content.setdefault(parent, {})
+        if not isinstance(content, dict):
+            raise GradsieveError(f"--set {override}: {parent} is a value, not a section.")
+    content[last] = _value(text.strip())
+
+
+def _value(text: str) -> Any:
+    """As TOML reads it; ``none`` for None; anything else is text."""
+    if text.lower() in ("none", "null"):
+        return None
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _sentences(error: ValidationError, model: type[BaseModel]) -> list[str]:
+    sentences = []
+    for problem in error.errors():
+        path = [str(part) for part in problem["loc"]]
+        if problem["type"] == "extra_forbidden":
+            known = _keys(model, path[:-1])
+            nearest = _nearest(path[-1], known)
+            where = f"{'.'.join(path[:-1])} has" if path[:-1] else "there are"
+            sentences.append(f"unknown key {'.'.join(path)}{nearest} ({where} {', '.join(known)})")
+        else:
+            found = "" if problem["type"] == "missing" else f", not {problem['input']!r}"
+            sentences.append(f"{'.'.join(path)}: {problem['msg']}{found}")
+    return sentences
+
+
+def _keys(model: type[BaseModel], path: list[str]) -> list[str]:
+    for part in path:
+        annotation = model.model_fields[part].annotation
+        assert isinstance(annotation, type)
+        assert issubclass(annotation, BaseModel)
+        model = annotation
+    return list(model.model_fields)
+
+
+def _nearest(word: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f", did you mean {close[0]}?" if close else ""
