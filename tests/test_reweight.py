@@ -18,6 +18,7 @@ from zoo import KINDS, Batch, cross_entropy, differences, fingerprint, make, mlp
 
 from gradsieve import DDS, ConvScorer, GradsieveError, MLPScorer, SignalScorer, StepRecord
 from gradsieve.optimizers import adam_derivative
+from gradsieve.scorer import psi_objective
 
 
 class Constant(nn.Module):
@@ -86,9 +87,9 @@ def unrolled(name: str, optimizer: Optimizer, p: Tensor, theta: Tensor, x: Tenso
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize(("mix", "bound"), [(0.0, 2.0), (0.3, None)])
+@pytest.mark.parametrize(("mix", "bound", "caution"), [(0.0, 2.0, 0.0), (0.3, None, 0.0), (0.1, 2.0, 0.25)])
 def test_psi_gradient_is_the_derivative_of_the_dev_loss(
-    name: str, mix: float, bound: float | None, monkeypatch: pytest.MonkeyPatch
+    name: str, mix: float, bound: float | None, caution: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
     optimizer = OPTIMIZERS[name](list(model.parameters()))
@@ -104,6 +105,7 @@ def test_psi_gradient_is_the_derivative_of_the_dev_loss(
         reward="jvp",
         max_logit=bound,
         uniform_mix=mix,
+        caution=caution,
     )
     train_step(dds, optimizer, first)  # gives the optimizer a past
 
@@ -126,8 +128,6 @@ def test_psi_gradient_is_the_derivative_of_the_dev_loss(
     dev_loss = F.cross_entropy(functional_call(model, at, (dev[0],)), dev[1])
     d_theta = torch.autograd.grad(dev_loss, list(at.values()))
     surrogate = sum((d * a).sum() for d, a in zip(d_theta, after.values(), strict=True))
-    expected = torch.autograd.grad(surrogate, list(psi.values()))
-
     seen: list[Tensor] = []
     step = dds.scorer_optimizer.step  # type: ignore[union-attr]
     monkeypatch.setattr(
@@ -136,8 +136,22 @@ def test_psi_gradient_is_the_derivative_of_the_dev_loss(
     record = dds.step()
     assert record is not None
     assert record.skipped is None
+    price = caution * record.rewards.std(correction=0) * (len(p) * weights.square().sum() - 1)
+    expected = torch.autograd.grad(surrogate + price, list(psi.values()))
     wanted, got = torch.cat([e.flatten() for e in expected]), torch.cat([s.flatten() for s in seen])
     assert float((wanted - got).norm() / wanted.norm()) < 1e-6
+
+
+def test_with_caution_the_best_weights_are_linear_in_the_rewards() -> None:
+    rewards = torch.randn(12).double()
+    scores = torch.zeros(12, dtype=torch.float64, requires_grad=True)
+    optimizer = Adam([scores], lr=0.01)
+    for _ in range(3000):
+        optimizer.zero_grad()
+        (-psi_objective(scores, torch.softmax(scores, 0), rewards, "expectation", caution=2.0)).backward()
+        optimizer.step()
+    best = 1 + (rewards - rewards.mean()) / (2 * 2.0 * rewards.std(correction=0))
+    torch.testing.assert_close(12 * torch.softmax(scores.detach(), 0), best, rtol=1e-4, atol=1e-4)
 
 
 def test_adams_derivative_is_the_papers() -> None:
@@ -576,6 +590,7 @@ def test_clear_errors() -> None:
         {"update_every": 0},
         {"max_logit": 0.0},
         {"uniform_mix": 1.5},
+        {"caution": -1.0},
         {"epsilon": 0.0},
         {"cosine": True},
     ):

@@ -125,16 +125,8 @@ class SignalScorer(nn.Module):
 
     signals = ("loss", "alignment")
 
-    def __init__(
-        self,
-        hidden: int = 16,
-        *,
-        label: bool = False,
-        features: Callable[[Any], Tensor] | None = None,
-        num_features: int = 0,
-    ):
+    def __init__(self, hidden: int = 16, *, features: Callable[[Any], Tensor] | None = None, num_features: int = 0):
         super().__init__()
-        self.label = label
         if (features is None) != (num_features == 0):
             raise GradsieveError("SignalScorer takes features and num_features together, or neither.")
         self.features = features
@@ -143,11 +135,6 @@ class SignalScorer(nn.Module):
     def forward(self, batch: Any, *, loss: Tensor, alignment: Tensor) -> Tensor:
         dtype = next(self.body.parameters()).dtype
         level = loss.sign() * loss.abs().log1p()  # losses such as a log density may be negative
-        if self.label:
-            y = batch[1]
-            same = (y[:, None] == y[None, :]).to(loss.dtype)
-            same = same / same.sum(1, keepdim=True)
-            loss, alignment = loss - same @ loss, alignment - same @ alignment
         inputs = torch.stack([standardized(loss), level, standardized(alignment), scaled(alignment)], 1)  # (B, 4)
         if self.features is not None:
             inputs = torch.cat([inputs, self.features(batch).to(inputs)], 1)  # (B, 4 + F)

@@ -25,6 +25,7 @@ from .record import StepRecord
 from .reward import EPSILON, check_estimator, rewards
 from .sampling import ScoreSampler
 from .scorer import (
+    CAUTION,
     MAX_LOGIT,
     PSI_GRADIENTS,
     bounded,
@@ -91,8 +92,8 @@ class DDS:
         update_every: update the scorer at every k-th step. Weights are computed at every step.
         max_logit: scores are bounded to +-max_logit by tanh; None for no bound.
         uniform_mix: share of each weight that is simply 1/B.
-        min_share: the least that the effective sample may be of the batch; weights that fall below are drawn towards
-            1/B just as far as it takes.
+        caution: the price of uneven weights; the higher, the better psi must foresee rewards to leave 1/B. None, as in
+            the paper, at 0; see `psi_objective` in scorer.py.
         dev_mode: ``"train"`` runs the dev batch with every module in the mode that it trains in, BatchNorm thus on the
             dev batch's own statistics. ``"eval"``, as the authors do, with running statistics and without dropout.
             Neither changes the statistics.
@@ -122,7 +123,7 @@ class DDS:
         update_every: int = 1,
         max_logit: float | None = MAX_LOGIT,
         uniform_mix: float = 0.0,
-        min_share: float = 0.0,
+        caution: float = CAUTION,
         dev_mode: str = "train",
         sampler: ScoreSampler | None = None,
         epsilon: float = EPSILON,
@@ -134,7 +135,7 @@ class DDS:
         _check(update_every >= 1, f"update_every must be at least 1, not {update_every}.")
         _check(max_logit is None or max_logit > 0, f"max_logit must be above 0 or None, not {max_logit}.")
         _check(0 <= uniform_mix <= 1, f"uniform_mix must lie between 0 and 1, not {uniform_mix}.")
-        _check(0 <= min_share < 1, f"min_share must lie in [0, 1), not {min_share}.")
+        _check(caution >= 0, f"caution must be 0 or more, not {caution}.")
         _check(epsilon > 0, f"epsilon must be above 0, not {epsilon}.")
         _check(bool(trainable(model)), "the model has no parameter that requires a gradient.")
         _check(isinstance(optimizer, Optimizer), f"optimizer must be a torch one, not {type(optimizer).__name__}.")
@@ -163,7 +164,7 @@ class DDS:
         self.psi_gradient, self.sampler = psi_gradient, sampler
         self.optimizer_aware = optimizer_aware and is_known(optimizer)
         self.update_every, self.max_logit, self.uniform_mix = update_every, max_logit, uniform_mix
-        self.min_share, self.dev_mode = min_share, dev_mode
+        self.caution, self.dev_mode = caution, dev_mode
 
         self.steps = 0
         self._skipped = torch.zeros((), dtype=torch.long, device=device)
@@ -193,7 +194,7 @@ class DDS:
             forward.logits = bounded(torch.where(forward.scored, scores, 0.0), self.max_logit)
             if self.sampler is not None:
                 forward.logits = forward.logits - checked_scores(self.sampler.logits(batch), losses)
-            forward.weights = example_weights(forward.logits, self.uniform_mix, self.min_share)
+            forward.weights = example_weights(forward.logits, self.uniform_mix)
         self._forward = forward
         return (forward.weights.detach() * losses).sum()
 
@@ -231,7 +232,7 @@ class DDS:
         }
         good = torch.stack(list(finite.values())).all()
         if self.scorer_optimizer is not None and forward.logits.requires_grad:
-            objective = psi_objective(forward.logits, forward.weights, r, self.psi_gradient)
+            objective = psi_objective(forward.logits, forward.weights, r, self.psi_gradient, self.caution)
             finite["psi gradient"] = climb(self.scorer_optimizer, objective, good) | ~good
             good = good & finite["psi gradient"]
         self._skipped += ~good

@@ -16,6 +16,9 @@ MAX_LOGIT = 2.0
 
 SCORER_LR = 3e-3
 
+CAUTION = 0.25
+"""The default price of uneven weights, chosen by the table "Caution" in RESULTS.md."""
+
 PSI_GRADIENTS = ("expectation", "algorithm1")
 
 
@@ -24,19 +27,10 @@ def bounded(scores: Tensor, max_logit: float | None) -> Tensor:
     return scores if max_logit is None else max_logit * torch.tanh(scores / max_logit)
 
 
-def example_weights(scores: Tensor, uniform_mix: float = 0.0, min_share: float = 0.0) -> Tensor:
-    """W = (1 - u) softmax(s) + u / B. Equal scores give exactly 1/B.
-
-    u is `uniform_mix`, or more where the effective sample would else be less than `min_share` of the batch. There
-    only the direction of w - 1/B counts, not its length: psi gains nothing by driving scores to extremes.
-    """
+def example_weights(scores: Tensor, uniform_mix: float = 0.0) -> Tensor:
+    """W = (1 - u) softmax(s) + u / B. Equal scores give exactly 1/B."""
     p = torch.softmax(scores, dim=0)  # (B,)
-    w = p + uniform_mix * (1 / len(scores) - p) if uniform_mix else p
-    if not min_share:
-        return w
-    allowed = (1 / min_share - 1) / len(scores)
-    excess = (w - 1 / len(scores)).square().sum()  # sum w^2 - 1/B
-    return 1 / len(scores) + (w - 1 / len(scores)) * (allowed / excess.clamp_min(allowed)).sqrt()
+    return p + uniform_mix * (1 / len(scores) - p) if uniform_mix else p
 
 
 def effective_sample_size(weights: Tensor) -> Tensor:
@@ -44,17 +38,21 @@ def effective_sample_size(weights: Tensor) -> Tensor:
     return 1 / weights.square().sum()
 
 
-def psi_objective(scores: Tensor, weights: Tensor, rewards: Tensor, form: str) -> Tensor:
+def psi_objective(scores: Tensor, weights: Tensor, rewards: Tensor, form: str, caution: float = 0.0) -> Tensor:
     """What psi climbs; its gradient is d_psi. `rewards` are constants.
 
     - ``"expectation"``, Eq. 6 over the batch: ``sum_i r_i grad w_i``, which is ``sum_i p_i r_i grad log p_i`` as
       long as nothing is mixed in; the exact derivative of the dev loss through the weighted step.
     - ``"algorithm1"``, as printed there: ``1/B sum_i r_i grad log p_i``. The two agree while p is uniform.
+
+    `caution` c subtracts ``c sigma_r (B sum_i w_i^2 - 1)``. The reward is a first derivative: it does not see that the
+    noise of a step grows with sum w^2, so without a price psi would go to extremes for the least gain. With it the best
+    weights are ``B w_i = 1 + (r_i - mean r) / (2 c sigma_r)``, r_i as far as psi can foresee it: where scores
+    foretell little, weights stay close to 1/B.
     """
     r = rewards.detach()
-    if form == "expectation":
-        return (r * weights).sum()
-    return (r * torch.log_softmax(scores, dim=0)).mean()
+    gain = (r * weights).sum() if form == "expectation" else (r * torch.log_softmax(scores, dim=0)).mean()
+    return gain - caution * r.std(correction=0) * (len(r) * weights.square().sum() - 1)
 
 
 def climb(optimizer: Optimizer, objective: Tensor, good: Tensor) -> Tensor:

@@ -124,7 +124,7 @@ def build_scorer(bench: Bench) -> nn.Module:
     scorer: nn.Module
     with RandomStream(device, bench.seed):
         if kind == "signal":
-            scorer = SignalScorer(label=bool(label))
+            scorer = SignalScorer()
         elif kind == "paper":
             scorer = like(bench.model, label=bool(label))
         elif kind == "conv":

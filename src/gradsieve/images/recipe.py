@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from ..runs.recipe import Count, Recipe, Settings, Share
-from ..scorer import MAX_LOGIT, SCORER_LR
+from ..scorer import CAUTION, MAX_LOGIT, SCORER_LR
 
 Positive = Annotated[float, Field(gt=0)]
 PositiveShare = Annotated[float, Field(gt=0, le=1)]
@@ -59,7 +59,7 @@ class OptimizerSettings(Settings):
 
 
 class ScorerSettings(Settings):
-    kind: Literal["signal", "signal+label", "paper", "paper+label", "conv", "conv+label", "mlp", "mlp+label"] = "signal"
+    kind: Literal["signal", "paper", "paper+label", "conv", "conv+label", "mlp", "mlp+label"] = "signal"
     """``paper``: the model's architecture, image in, one number out."""
     lr: Positive = SCORER_LR
     """Of Adam."""
@@ -75,7 +75,7 @@ class DDSSettings(Settings):
     max_logit: Positive | None = MAX_LOGIT
     uniform_mix: Share = 0.0
     dev_mode: DevMode = "train"
-    min_share: Share = 0.0
+    caution: NotNegative = CAUTION
 
 
 class SPCLSettings(Settings):

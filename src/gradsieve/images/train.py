@@ -60,8 +60,9 @@ def train(
 
     torch.manual_seed(seed)
     prepare = Preparation(recipe, splits, seed, device)
-    stream = Stream(Shuffled(examples, recipe.batch_size, seed, "train"), prepare.training, device, recipe.data.workers)
-    dev = Stream(Shuffled(splits.dev, recipe.dev_batch_size, seed, "dev"), prepare.evaluation, device)
+    workers = recipe.data.workers
+    stream = Stream(Shuffled(examples, recipe.batch_size, seed, "train"), prepare.training, device, workers)
+    dev = Stream(Shuffled(splits.dev, recipe.dev_batch_size, seed, "dev"), prepare.evaluation, device, workers)
     channels, height, width = splits.dev.read(torch.tensor([0]))[0].shape[1:]
     shape = (channels, height, width)
     model = build_model(recipe.model.name, shape=shape, num_classes=splits.num_classes).to(device)

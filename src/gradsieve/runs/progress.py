@@ -13,7 +13,7 @@ LINES = 10
 
 
 class Progress:
-    """Loss, dev metric, time of a step and time that remains. As a context manager; several runs may follow each other."""
+    """Loss, dev metric, time of a step and time that remains; for one run after the other."""
 
     def __init__(self, console: Console, *, quiet: bool = False):
         self.console, self.quiet = console, quiet
