@@ -21,8 +21,8 @@ SOURCE = ROOT / "src/gradsieve"
 LAYERS = [
     {"errors"},
     {"parameters", "randomness", "record", "kernels"},
-    {"reward", "optimizers", "scorer", "networks", "dev"},
-    {"reweight", "sampling"},
+    {"reward", "optimizers", "scorer", "networks", "dev", "gradients"},
+    {"reweight", "sampling", "resample"},
     {"baselines"},
     {"runs"},
     {"images"},

@@ -1,8 +1,9 @@
 """Differentiable Data Selection: learn, while a model trains, which data help it."""
 
 from .errors import GradsieveError
-from .networks import ConvScorer, MLPScorer, SignalScorer, like
+from .networks import ConvScorer, GroupScorer, MLPScorer, SignalScorer, like
 from .record import StepRecord
+from .resample import GroupDDS
 from .reward import alignment
 from .reweight import DDS
 from .sampling import ScoreSampler
@@ -12,6 +13,8 @@ __all__ = [
     "DDS",
     "ConvScorer",
     "GradsieveError",
+    "GroupDDS",
+    "GroupScorer",
     "MLPScorer",
     "ScoreSampler",
     "SignalScorer",

@@ -3,3 +3,9 @@
 
 class GradsieveError(ValueError):
     """Says what is wrong, where, and how to mend it."""
+
+
+def check(holds: bool, message: str) -> None:
+    """An error with that message unless it holds."""
+    if not holds:
+        raise GradsieveError(message)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import skip_init
 
 from .errors import GradsieveError
 
@@ -139,6 +140,25 @@ class SignalScorer(nn.Module):
         if self.features is not None:
             inputs = torch.cat([inputs, self.features(batch).to(inputs)], 1)  # (B, 4 + F)
         return self.body(inputs.to(dtype)).squeeze(1)
+
+
+class GroupScorer(nn.Module):
+    """The paper's scorer of groups: two layers on which groups an item is available in, ``(N, n) -> (N, n)``.
+
+    As in the authors' code: no biases, weights uniform in +-0.1, the input divided by its sum.
+    """
+
+    def __init__(self, num_groups: int, hidden: int = 32, *, generator: torch.Generator | None = None):
+        super().__init__()
+        before, after = (
+            skip_init(nn.Linear, a, b, bias=False) for a, b in ((num_groups, hidden), (hidden, num_groups))
+        )
+        self.body = nn.Sequential(before, nn.ReLU(), after)
+        for parameter in self.body.parameters():
+            nn.init.uniform_(parameter, -0.1, 0.1, generator=generator)
+
+    def forward(self, available: Tensor) -> Tensor:
+        return self.body(available / available.sum(1, keepdim=True))
 
 
 def standardized(signal: Tensor) -> Tensor:

@@ -53,5 +53,35 @@ class StepRecord:
         return json.dumps(self.to_dict(), allow_nan=False)
 
 
+@dataclass(frozen=True)
+class GroupRecord:
+    """One update of a scorer of groups."""
+
+    step: int
+    """How many training steps there were, this one included."""
+    rewards: Tensor
+    """Agreement of each group's gradient with the target group's, (n,)."""
+    probabilities: Tensor
+    """Of each group after the update, mean over the items drawn last, (n,)."""
+    drawn: Tensor
+    """How many items of each group were drawn since the update before, (n,)."""
+    finite: bool
+    """Whether the update was made; it is held back if a reward or psi's gradient is not finite."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers, ready for JSON."""
+        return {
+            "step": self.step,
+            "rewards": [_number(r) for r in self.rewards],
+            "probabilities": self.probabilities.tolist(),
+            "drawn": self.drawn.tolist(),
+            "skipped": None if self.finite else "non-finite reward or psi gradient",
+        }
+
+    def to_json(self) -> str:
+        """One line of JSON; numbers that are not finite become null."""
+        return json.dumps(self.to_dict(), allow_nan=False)
+
+
 def _number(value: Tensor | None) -> float | None:
     return float(value) if value is not None and bool(torch.isfinite(value)) else None

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .dev import DEV_MODES, DevBatches, dev_gradient
-from .errors import GradsieveError
+from .errors import GradsieveError, check
 from .networks import SignalScorer
 from .optimizers import after_each_step, is_known, no_derivative, optimizer_derivative
 from .parameters import LossFn, checked_losses, device_of, full_precision, norm, snapshot, trainable, untouched
@@ -130,15 +130,15 @@ class DDS:
         seed: int | None = None,
     ):
         check_estimator(reward, cosine)
-        _check(psi_gradient in PSI_GRADIENTS, f"psi_gradient must be one of {PSI_GRADIENTS}, not {psi_gradient!r}.")
-        _check(dev_mode in DEV_MODES, f"dev_mode must be one of {DEV_MODES}, not {dev_mode!r}.")
-        _check(update_every >= 1, f"update_every must be at least 1, not {update_every}.")
-        _check(max_logit is None or max_logit > 0, f"max_logit must be above 0 or None, not {max_logit}.")
-        _check(0 <= uniform_mix <= 1, f"uniform_mix must lie between 0 and 1, not {uniform_mix}.")
-        _check(caution >= 0, f"caution must be 0 or more, not {caution}.")
-        _check(epsilon > 0, f"epsilon must be above 0, not {epsilon}.")
-        _check(bool(trainable(model)), "the model has no parameter that requires a gradient.")
-        _check(isinstance(optimizer, Optimizer), f"optimizer must be a torch one, not {type(optimizer).__name__}.")
+        check(psi_gradient in PSI_GRADIENTS, f"psi_gradient must be one of {PSI_GRADIENTS}, not {psi_gradient!r}.")
+        check(dev_mode in DEV_MODES, f"dev_mode must be one of {DEV_MODES}, not {dev_mode!r}.")
+        check(update_every >= 1, f"update_every must be at least 1, not {update_every}.")
+        check(max_logit is None or max_logit > 0, f"max_logit must be above 0 or None, not {max_logit}.")
+        check(0 <= uniform_mix <= 1, f"uniform_mix must lie between 0 and 1, not {uniform_mix}.")
+        check(caution >= 0, f"caution must be 0 or more, not {caution}.")
+        check(epsilon > 0, f"epsilon must be above 0, not {epsilon}.")
+        check(bool(trainable(model)), "the model has no parameter that requires a gradient.")
+        check(isinstance(optimizer, Optimizer), f"optimizer must be a torch one, not {type(optimizer).__name__}.")
 
         self.model, self.loss_fn, self.optimizer = model, loss_fn, optimizer
         device = device_of(model)
@@ -148,14 +148,14 @@ class DDS:
                 scorer = SignalScorer().to(device)
         self.scorer = scorer
         unknown = set(getattr(scorer, "signals", ())) - set(SIGNALS)
-        _check(not unknown, f"the scorer asks for signals {sorted(unknown)}; there are {SIGNALS}.")
+        check(not unknown, f"the scorer asks for signals {sorted(unknown)}; there are {SIGNALS}.")
         self.scorer_optimizer = scorer_optimizer or default_optimizer(scorer)
-        _check(
+        check(
             {id(p) for p in learned(self.scorer_optimizer)}.isdisjoint(id(p) for p in model.parameters()),
             "the scorer and the model share parameters; the scorer's update would train the model. "
             "Give the scorer a copy (copy.deepcopy), or pass a scorer_optimizer of its own parameters only.",
         )
-        _check(
+        check(
             sampler is None or (sampler.scorer is scorer and sampler.max_logit == max_logit),
             "sampler must be a ScoreSampler of the same scorer and with the same max_logit.",
         )
@@ -175,13 +175,13 @@ class DDS:
 
     def loss(self, batch: Any) -> Tensor:
         """sum_i p_i l_i(theta_{t-1}), lines 3 to 5 of Algorithm 1: a scalar to call ``backward()`` on."""
-        _check(torch.is_grad_enabled(), "dds.loss() must run with gradients enabled; it is called under no_grad.")
+        check(torch.is_grad_enabled(), "dds.loss() must run with gradients enabled; it is called under no_grad.")
         device = self.stream.device
         updating = (self.steps + 1) % self.update_every == 0
         measuring = updating or "alignment" in getattr(self.scorer, "signals", ())
         state, buffers = random_state(device), snapshot(dict(self.model.named_buffers())) if measuring else {}
         losses = checked_losses(self.loss_fn(self.model, batch), batch)  # (B,)
-        _check(losses.requires_grad, "the losses carry no gradient; loss_fn must not detach or run under no_grad.")
+        check(losses.requires_grad, "the losses carry no gradient; loss_fn must not detach or run under no_grad.")
         autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
         theta_prev = snapshot(trainable(self.model)) if updating else {}
         forward = _Forward(batch, losses.detach(), state, autocast, theta_prev, buffers)
@@ -302,8 +302,3 @@ class DDS:
         self.steps = state["steps"]
         self._skipped = state["skipped"].to(self.stream.device).clone()
         self._forward = None
-
-
-def _check(holds: bool, message: str) -> None:
-    if not holds:
-        raise GradsieveError(message)

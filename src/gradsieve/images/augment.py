@@ -5,10 +5,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-def normalized(pixels: Tensor, mean: Tensor, deviation: Tensor, *, channels_last: bool = False) -> Tensor:
+def normalized(pixels: Tensor, mean: Tensor, deviation: Tensor) -> Tensor:
     """(bytes - mean) / deviation by channel, (B, C, H, W) float32."""
-    x = (pixels.float() - mean.view(-1, 1, 1)) / deviation.view(-1, 1, 1)
-    return x.contiguous(memory_format=torch.channels_last) if channels_last else x
+    return (pixels.float() - mean.view(-1, 1, 1)) / deviation.view(-1, 1, 1)
 
 
 def pad_crop_flip(images: Tensor, *, pad: int = 4, generator: torch.Generator) -> Tensor:
