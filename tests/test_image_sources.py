@@ -461,6 +461,24 @@ def save_to_disk(directory: Path, **splits: datasets.Dataset) -> Path:
     return directory
 
 
+def test_a_dev_set_of_ones_own_is_used(tmp_path: Path) -> None:
+    """Train and dev can be joined all the same, and dev takes nothing away from training."""
+    shards, folder = tmp_path / "shards", make_folder(tmp_path / "f", train=(3, 4), dev=(2, 1), test=(1, 1), val=(5, 5))
+    make_shards(shards, 3, test="test-{:04}.tar")
+    make_tar(shards / "val-0000.tar", examples(77, [1, 1]))
+    for splits, sizes in (
+        (shard_splits(shards, "full", SIZE), (9, 2, 4)),
+        (folder_splits(folder, "full", SIZE), (7, 3, 2)),
+    ):
+        assert (len(splits.train), len(splits.dev), len(splits.test)) == sizes
+        both = splits.train + splits.dev
+        order = torch.tensor([len(both) - 1, 0, 1])
+        pixels, labels, _ = both.read(order)
+        assert torch.equal(pixels[0], splits.dev.read(torch.tensor([sizes[1] - 1]))[0][0])
+        assert torch.equal(pixels[1:], splits.train.read(torch.tensor([0, 1]))[0])
+        assert labels[0] == splits.dev.labels[-1]
+
+
 class TestTable:
     @pytest.mark.parametrize("save", [save_parquet, save_to_disk])
     @pytest.mark.parametrize("form", [typed, lambda dataset: dataset])

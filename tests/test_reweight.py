@@ -18,7 +18,7 @@ from zoo import KINDS, Batch, cross_entropy, differences, fingerprint, make, mlp
 
 from gradsieve import DDS, ConvScorer, GradsieveError, MLPScorer, SignalScorer, StepRecord
 from gradsieve.optimizers import adam_derivative
-from gradsieve.scorer import psi_objective
+from gradsieve.scorer import climb, psi_objective
 
 
 class Constant(nn.Module):
@@ -152,6 +152,21 @@ def test_with_caution_the_best_weights_are_linear_in_the_rewards() -> None:
         optimizer.step()
     best = 1 + (rewards - rewards.mean()) / (2 * 2.0 * rewards.std(correction=0))
     torch.testing.assert_close(12 * torch.softmax(scores.detach(), 0), best, rtol=1e-4, atol=1e-4)
+
+
+def test_a_scorer_learns_the_same_from_channels_last_images() -> None:
+    """Gradients may be laid out otherwise than their parameters; a fused optimizer must not notice."""
+    found = []
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        torch.manual_seed(0)
+        scorer = ConvScorer(3)
+        nn.init.normal_(scorer.body[-1].weight)  # type: ignore[arg-type,index,union-attr]
+        optimizer = Adam(scorer.parameters(), lr=0.01, fused=True)
+        for _ in range(3):
+            images = torch.randn(8, 3, 16, 16).contiguous(memory_format=memory_format)
+            climb(optimizer, (scorer((images, None)) * torch.randn(8)).sum(), torch.tensor(True))
+        found.append(torch.cat([p.detach().flatten() for p in scorer.parameters()]))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-3, atol=1e-4)
 
 
 def test_adams_derivative_is_the_papers() -> None:

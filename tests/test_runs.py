@@ -6,6 +6,7 @@ import os
 import random
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -29,6 +30,7 @@ from gradsieve.images.models import build_model
 from gradsieve.images.train import Preparation, evaluate, train
 from gradsieve.report.comparison import half_interval, oracle_shares, summarize, verdict
 from gradsieve.runs import checkpoint as checkpoint_file
+from gradsieve.runs import directory as directory_module
 from gradsieve.runs.checkpoint import load_checkpoint, save_checkpoint
 from gradsieve.runs.directory import RunDirectory
 from gradsieve.runs.journal import Journal
@@ -117,6 +119,8 @@ class TestRecipes:
             ("digits", ["steps"], r"wants key=value"),
             ("digits", ["steps.more=1"], r"steps is a value"),
             ("digits", ["task=cooking"], r"task must be one of images"),
+            ("digits", ["steps=true"], r"steps: .*integer, not True"),
+            ("digits", ["optimizer.nesterov=true", "optimizer.momentum=0"], r"nesterov needs a momentum"),
         ],
     )
     def test_bad_recipes_are_explained(self, name: str, overrides: list[str], message: str) -> None:
@@ -129,9 +133,10 @@ class TestRecipes:
             'task = "images"\ndescription = "mine"\nsteps = 5\n[data]\nname = "digits"\n[model]\nname = "mlp"\n'
         )
         assert recipe_of(str(own)).name == "mine"
-        own.write_text("steps = = 5")
-        with pytest.raises(GradsieveError, match="not valid TOML"):
-            recipe_of(str(own))
+        for bad in (b"steps = = 5", b"name = '\xff'"):
+            own.write_bytes(bad)
+            with pytest.raises(GradsieveError, match="not valid TOML"):
+                recipe_of(str(own))
 
 
 leaves = st.one_of(
@@ -209,17 +214,27 @@ class TestCheckpoints:
         assert load_checkpoint(tmp_path / "one")["x"].tolist() == [1, 1, 1]
 
     def test_a_damaged_checkpoint_is_passed_over(self, tmp_path: Path) -> None:
-        recipe = recipe_of("digits")
-        directory = RunDirectory(tmp_path, recipe, "dds", 0, resume=False)
-        for step in (1, 2, 3):
-            directory.save_checkpoint(step, {"x": torch.tensor(step)})
-        assert [f.name for f in sorted((tmp_path / "checkpoints").iterdir())] == ["step-000000002", "step-000000003"]
-        (tmp_path / "checkpoints/step-000000003/tensors.safetensors").write_bytes(b"cut")
-        step, state = directory.restore() or (0, None)
+        def directory() -> RunDirectory:
+            return RunDirectory(tmp_path / "run", recipe_of("digits"), "dds", 0, "data", resume=True)
+
+        first, checkpoints = directory(), tmp_path / "run/checkpoints"
+        with first.opened({}):
+            for step in (1, 2, 3):
+                first.save_checkpoint(step, {"x": torch.tensor(step)})
+        assert sorted(f.name for f in checkpoints.iterdir()) == ["step-000000002", "step-000000003"]
+        (checkpoints / "step-000000003/tensors.safetensors").write_bytes(b"cut")
+        (checkpoints / ".step-000000004.123").mkdir()
+        step, state = directory().restore() or (0, None)
         assert (step, int(state["x"])) == (2, 2)
-        (tmp_path / "checkpoints/step-000000002/state.json").write_text("{")
-        with pytest.raises(GradsieveError, match="cannot be read"):
-            directory.restore()
+        assert not list(checkpoints.glob(".step-*"))
+        (checkpoints / "step-000000002/state.json").write_text("{")
+        with pytest.raises(GradsieveError, match=r"no checkpoint of .* can be read"):
+            directory().restore()
+
+    def test_keys_with_slashes(self, tmp_path: Path) -> None:
+        state = {"a/b": torch.zeros(1), "a": {"b": torch.ones(1)}}
+        save_checkpoint(tmp_path / "one", state)
+        assert same(load_checkpoint(tmp_path / "one"), state)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -271,6 +286,25 @@ class TestMethods:
 
 
 class TestRuns:
+    @pytest.mark.parametrize("kind", ["paper", "conv+label"])
+    def test_resuming_in_channels_last(self, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Files do not keep the layout of tensors in memory; fused optimizers depend on it."""
+        settings = ("model.name=small-cnn", "model.channels_last=true", f"scorer.kind={kind}", "steps=12")
+        run(tmp_path / "whole", "dds", *settings)
+        noted = Journal.after_step
+
+        def after_step(self: Journal, step: int, *rest: Any) -> None:
+            noted(self, step, *rest)
+            if step == 9:
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(Journal, "after_step", after_step)
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path / "stopped", "dds", *settings)
+        monkeypatch.setattr(Journal, "after_step", noted)
+        run(tmp_path / "stopped", "dds", *settings, resume=True)
+        assert digest(tmp_path / "stopped") == digest(tmp_path / "whole")
+
     def test_dds_beats_plain_training_on_wrong_labels(self, tmp_path: Path) -> None:
         whole = ["steps=1000", "evaluate_every=500", "checkpoint_every=500"]
         plain = run(tmp_path / "plain", "uniform+dev", *whole)
@@ -290,8 +324,9 @@ class TestRuns:
         model = build_model("mlp", shape=(1, 8, 8), num_classes=10)
         prepare = Preparation(recipe, splits, 0, CPU)
         low = torch.autocast("cpu", enabled=False)
-        for name, key in (("final", "test"), ("best", "test_best_by_dev")):
-            model.load_state_dict(load_file(tmp_path / f"run/{name}/model.safetensors"))
+        best = f"best/step-{result['best_step']:09}.safetensors"
+        for name, key in (("final/model.safetensors", "test"), (best, "test_best_by_dev")):
+            model.load_state_dict(load_file(tmp_path / "run" / name))
             assert evaluate(model, splits.test, prepare, low) == pytest.approx(result[key])
 
     def test_uniform_weights_begin_equal_whatever_the_method(self, tmp_path: Path) -> None:
@@ -336,6 +371,59 @@ class TestRuns:
         with pytest.raises(GradsieveError, match="seed was 0 and is 1"):
             run(tmp_path / "run", seed=1, resume=True)
         assert run(tmp_path / "run", resume=True) == first
+        assert run(tmp_path / "run", "dds", "checkpoint_every=9", "data.workers=1", resume=True) == first
+
+    def test_files_of_another_kind_are_not_touched(self, tmp_path: Path) -> None:
+        (tmp_path / "run/recipe.json").mkdir(parents=True)
+        (tmp_path / "run/recipe.json/precious").touch()
+        with pytest.raises(GradsieveError, match="is damaged"):
+            run(tmp_path / "run", resume=True)
+        (tmp_path / "other").mkdir()
+        (tmp_path / "other/metrics.jsonl").write_text("precious")
+        with pytest.raises(GradsieveError, match="files of another kind"):
+            run(tmp_path / "other")
+        with pytest.raises(GradsieveError, match="is a file"):
+            run(tmp_path / "other/metrics.jsonl")
+        assert (tmp_path / "other/metrics.jsonl").read_text() == "precious"
+        assert (tmp_path / "run/recipe.json/precious").exists()
+
+    def test_two_processes_do_not_share_a_folder(self, tmp_path: Path) -> None:
+        directory = RunDirectory(tmp_path / "run", recipe_of("digits"), "dds", 0, "data", resume=True)
+        with directory.opened({}), pytest.raises(GradsieveError, match="another process is at work"):
+            with directory.opened({}):
+                pass
+
+    def test_other_data_is_another_run(self, tmp_path: Path) -> None:
+        for name, count in (("a", 4), ("b", 5)):
+            make_folder(tmp_path / name, train=(count, 4), dev=(2, 2), test=(2, 2))
+        settings = ("data.size=8", "model.name=small-cnn", "steps=2", "batch_size=4", "data.workers=0")
+        run(tmp_path / "run", "uniform+dev", *settings, recipe="images", data=tmp_path / "a")
+        with pytest.raises(GradsieveError, match="holds another run: data was"):
+            run(tmp_path / "run", "uniform+dev", *settings, recipe="images", data=tmp_path / "b", resume=True)
+
+    def test_a_setting_that_is_refused_leaves_no_folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "odd.py").write_text(
+            "from torch import nn\n"
+            "def five(n): return nn.Sequential(nn.Flatten(), nn.Linear(64, 5))\n"
+            "def small(n): return nn.Linear(3, n)\n"
+            "def fails(n): raise OSError('no luck')\n"
+            "def empty(n): return nn.Flatten()\n"
+        )
+        monkeypatch.chdir(tmp_path)
+        for setting, message in (
+            ("model.name=odd:five", r"must give logits of shape \(64, 10\) .* not shape \(64, 5\)"),
+            ("model.name=odd:small", r"odd:small fails on a batch of images"),
+            ("model.name=odd:fails", r"OSError: no luck"),
+            ("model.name=odd:empty", r"with parameters"),
+            ("model.name=wrn-10-0", r"width 1 or more"),
+            ("model.name=none", r"model\.name"),
+            ("scorer.init=nowhere", r"nowhere is no file"),
+        ):
+            with pytest.raises(GradsieveError, match=message):
+                run(tmp_path / "run", "dds", setting)
+            assert not (tmp_path / "run").exists()
+        with pytest.raises(GradsieveError, match="fails on a batch"):
+            run(tmp_path / "run", "uniform", "model.name=small-cnn", "batch_size=1")
 
     @pytest.mark.skipif(not CIFAR10.is_dir(), reason="needs CIFAR-10 in ../shared/data")
     def test_cifar10(self, tmp_path: Path) -> None:
@@ -467,6 +555,14 @@ def test_a_full_disk_ends_with_a_message_and_the_last_checkpoint(call: Callable[
         (("compare", "digits", "--methods", "dds,dds", "--out", "x"), "names one twice"),
         (("compare", "digits", "--methods", "dds:colour=red", "--out", "x"), "unknown key colour"),
         (("compare", "digits", "--methods", ",", "--out", "x"), "--methods"),
+        (("compare", "digits", "--methods", "uniform,dds,oracle", "--out", "x"), "no damage is known"),
+        (("compare", "digits", "--methods", "dds:steps=4", "--out", "x"), "would not be the same for all"),
+        (("compare", "digits", "--methods", "dds:model.name=a:b", "--out", "x"), "model a:b cannot be had"),
+        (("train", "digits", "--device", "meta", "--out", "x"), "--device meta"),
+        (
+            ("train", "digits-noisy", "--method", "oracle", "--set", "damage.share=1", "--out", "x"),
+            "nothing to train on",
+        ),
         (("download", "mnist", "--out", "x"), "no data set 'mnist'"),
         (("recipes", "nothing"), "unknown recipe 'nothing'"),
     ],
@@ -498,6 +594,25 @@ def test_compare_from_the_command_line(call: Callable[..., Ended], tmp_path: Pat
     again = call(*arguments)
     assert again.out.splitlines()[-12:] == first.out.splitlines()[-12:]
     assert (tmp_path / "c/dds/seed-1/result.json").stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+def test_a_comparison_that_is_stopped_takes_its_workers_with_it(stop: signal.Signals, tmp_path: Path) -> None:
+    arguments = ("compare", "digits", "--methods", "uniform,dds", "--out", "c", "--jobs", "2", "--set", "steps=100000")
+    process = subprocess.Popen(
+        command(*arguments), cwd=tmp_path, env=ENVIRONMENT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+    )
+    folders = [tmp_path / f"c/{method}/seed-0" for method in ("uniform", "dds")]
+    while process.poll() is None and not all((folder / "metrics.jsonl").exists() for folder in folders):
+        time.sleep(0.05)
+    process.send_signal(stop)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "stopped; what was saved is intact" in errors
+    assert "Traceback" not in errors
+    for folder in folders:  # nobody holds them any more
+        with directory_module._locked(folder):
+            pass
 
 
 def test_the_list_of_recipes(call: Callable[..., Ended]) -> None:
@@ -542,6 +657,10 @@ class TestVerdicts:
     def test_the_same_everywhere(self) -> None:
         rows = summarize(results(uniform=[50, 52], dds=[50, 52]), "accuracy")
         assert "no evidence" in verdict(rows[1])
+
+    def test_the_same_gain_everywhere(self) -> None:
+        rows = summarize(results(uniform=[50, 52, 51], dds=[60, 62, 61]), "accuracy")
+        assert verdict(rows[1]).startswith("dds helps by 10.0 +- 0.0")
 
     def test_one_seed_or_no_uniform(self) -> None:
         rows = summarize(results(uniform=[50], dds=[53]), "accuracy")

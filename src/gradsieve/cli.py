@@ -1,6 +1,8 @@
 """The `gradsieve` command: parse, call, print."""
 
+import signal
 import sys
+from typing import Any
 
 from .errors import GradsieveError
 
@@ -9,6 +11,7 @@ EXTRAS = "pip install 'gradsieve[images,report]'"
 
 def main() -> None:
     """Runs the command line. Bad input ends with exit code 2 and a message, not with a traceback."""
+    signal.signal(signal.SIGTERM, _stop)
     try:
         from .commands import app
 
@@ -19,12 +22,14 @@ def main() -> None:
         sys.exit(_refuse(f"this command needs the package {error.name}; install it with: {EXTRAS}"))
     except OSError as error:
         sys.exit(_refuse(f"{error.filename or 'the system'}: {error.strerror or error}."))
-    except KeyboardInterrupt:
-        print(
-            "gradsieve: stopped. What was saved is intact; train goes on with --resume, compare by itself.",
-            file=sys.stderr,
-        )
-        sys.exit(130)
+    except SystemExit as ended:  # typer makes of Ctrl-C a silent exit
+        if ended.code == 130:
+            _refuse("stopped; what was saved is intact. Go on with --resume; compare by the same command.")
+        raise
+
+
+def _stop(*_: Any) -> None:
+    raise KeyboardInterrupt
 
 
 def _refuse(message: str) -> int:

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from . import __version__
@@ -58,7 +59,7 @@ def recipes(
         return
     table = Table("recipe", "what it is", "needs", show_lines=True)
     for each in map(recipe_of, recipe_names()):
-        table.add_row(each.name, each.description, each.needs)
+        table.add_row(escape(each.name), escape(each.description), escape(each.needs))
     console.print(table)
     for task, kind in TASKS.items():
         console.print(f"Methods for {task}: {', '.join(kind.methods)}", highlight=False)
@@ -69,7 +70,7 @@ def train(
     recipe: Annotated[str, typer.Argument(help="Name of a recipe, or path of a .toml file.")],
     out: Out,
     method: Annotated[str, typer.Option(help="uniform, dds, ...; see `gradsieve recipes`.")] = "dds",
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**62)] = 0,
     data: Data = None,
     overrides: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run that is in --out.")] = False,
@@ -97,6 +98,7 @@ def train(
         f"{resolved.name}, {method}, seed {seed}: test {task.metric} {last:.2f} at the end, {best:.2f} at the step "
         f"that dev chose ({result['best_step']:,}); {duration(result['seconds'])} of training. Everything is in {out}",
         highlight=False,
+        markup=False,
         soft_wrap=True,
     )
 
@@ -146,7 +148,7 @@ def download(
     with Progress(*Progress.get_default_columns(), DownloadColumn(), TransferSpeedColumn(), console=console) as bar:
         task = bar.add_task(name, total=None)
         fetched = download_cifar10(out, on_bytes=lambda done, total: bar.update(task, completed=done, total=total))
-    console.print(f"CIFAR-10 {'is' if fetched else 'was already'} in {out}, checked.", highlight=False)
+    console.print(f"CIFAR-10 {'is' if fetched else 'was already'} in {out}, checked.", highlight=False, markup=False)
 
 
 def _device(name: str):  # type: ignore[no-untyped-def]
@@ -155,10 +157,11 @@ def _device(name: str):  # type: ignore[no-untyped-def]
     from .errors import GradsieveError
 
     if name == "auto":
-        return torch.accelerator.current_accelerator() or torch.device("cpu")
+        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        return found or torch.device("cpu")
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
+        torch.ones(1, device=device).item()
     except (RuntimeError, AssertionError) as error:
         raise GradsieveError(f"--device {name} is not to be had here: {str(error).splitlines()[0]}") from error
     return device

@@ -1,23 +1,31 @@
 """`gradsieve compare`: the same data and budget for several methods, over several seeds."""
 
+import os
 import re
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from functools import partial
-from multiprocessing import get_context
+from multiprocessing import active_children, connection, get_context, parent_process
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from .errors import GradsieveError
-from .report.comparison import BASE, HEAD, Row, cells, markdown, oracle_shares, summarize, verdict
+from .report.comparison import BASE, HEAD, NO_CHOICE, Row, cells, markdown, oracle_shares, summarize, verdict
 from .runs.checkpoint import save_json, written_whole
 from .runs.progress import Progress
+from .runs.recipe import Recipe
 from .tasks import TASKS, recipe_for, recipe_of
+
+SHARED = ("steps", "batch_size", "data", "damage")
+"""What no method of a comparison may change for itself."""
 
 
 @dataclass(frozen=True)
@@ -27,18 +35,20 @@ class Cell:
     variant: str
     """A method, and what differs from the recipe: ``dds:scorer.kind=paper:dds.max_logit=none``."""
     seed: int
+    recipe: Recipe
 
     @property
     def method(self) -> str:
-        return self.variant.partition(":")[0]
-
-    @property
-    def overrides(self) -> list[str]:
-        return self.variant.split(":")[1:]
+        return split(self.variant)[0]
 
     @property
     def folder(self) -> str:
         return f"{re.sub(r'[^A-Za-z0-9.+=-]', '_', self.variant)}/seed-{self.seed}"
+
+
+def split(variant: str) -> list[str]:
+    """The method and its overrides; a colon within a value does not divide."""
+    return re.split(r":(?=[\w.]+=)", variant)
 
 
 def compare(
@@ -55,17 +65,15 @@ def compare(
     quiet: bool = False,
 ) -> list[Row]:
     """Runs what is not there yet, prints the table and the verdicts, writes them into `out`."""
-    if not variants:
-        raise GradsieveError("--methods names none; for instance --methods uniform,dds.")
-    if len(set(variants)) < len(variants):
-        raise GradsieveError(f"--methods names one twice: {', '.join(variants)}.")
-    for variant in variants:  # a bad name or key is an error now, not after hours
-        recipe_for(Cell(variant, 0).method, recipe, [*overrides, *Cell(variant, 0).overrides])
-    todo = [Cell(variant, seed) for seed in range(seeds) for variant in variants]
-    run = partial(_run, recipe, overrides, data, out, device)
+    recipes = _checked(recipe, variants, overrides, data, device)
+    todo = [Cell(variant, seed, recipes[variant]) for seed in range(seeds) for variant in variants]
+    run = partial(_run, data, out, device)
     if jobs == 1:
         with Progress(console, quiet=quiet) as progress:
-            found = [run(cell, progress) for cell in todo]
+            found = []
+            for number, cell in enumerate(todo, 1):
+                progress.label = f"{number} of {len(todo)}: {cell.variant}, seed {cell.seed}"
+                found.append(run(cell, progress))
     else:
         found = _parallel(run, todo, jobs, console)
 
@@ -79,18 +87,29 @@ def compare(
     return rows
 
 
-def _run(
-    recipe: str,
-    overrides: Sequence[str],
-    data: Path | None,
-    out: Path,
-    device: torch.device,
-    cell: Cell,
-    progress: Progress,
-) -> dict[str, Any]:
-    resolved = recipe_for(cell.method, recipe, [*overrides, *cell.overrides])
-    return TASKS[resolved.task].train(
-        resolved,
+def _checked(
+    recipe: str, variants: Sequence[str], overrides: Sequence[str], data: Path | None, device: torch.device
+) -> dict[str, Recipe]:
+    """The recipe of each variant. Whatever is to be refused is refused now, not after hours."""
+    if not variants:
+        raise GradsieveError("--methods names none; for instance --methods uniform,dds.")
+    if len(set(variants)) < len(variants):
+        raise GradsieveError(f"--methods names one twice: {', '.join(variants)}.")
+    recipes = {}
+    for variant in variants:
+        method, *own = split(variant)
+        if unfair := [key for key in own if re.split(r"[.=]", key)[0] in SHARED]:
+            raise GradsieveError(
+                f"--methods {variant}: {unfair[0]} would not be the same for all methods. Set it for all with --set."
+            )
+        recipes[variant] = recipe_for(method, recipe, [*overrides, *own])
+        TASKS[recipes[variant].task].check(recipes[variant], method, data=data, device=device)
+    return recipes
+
+
+def _run(data: Path | None, out: Path, device: torch.device, cell: Cell, progress: Progress) -> dict[str, Any]:
+    return TASKS[cell.recipe.task].train(
+        cell.recipe,
         cell.method,
         seed=cell.seed,
         data=data,
@@ -105,18 +124,31 @@ def _parallel(
     run: Callable[..., dict[str, Any]], todo: list[Cell], jobs: int, console: Console
 ) -> list[dict[str, Any]]:
     threads = max(1, torch.get_num_threads() // jobs)
-    context = get_context("spawn")
-    with ProcessPoolExecutor(jobs, context, initializer=torch.set_num_threads, initargs=(threads,)) as pool:
-        futures = [pool.submit(_quietly, run, cell) for cell in todo]
+    with ProcessPoolExecutor(jobs, get_context("spawn"), initializer=_begin_worker, initargs=(threads,)) as pool:
+        futures: dict[Future[dict[str, Any]], Cell] = {pool.submit(_quietly, run, cell): cell for cell in todo}
         try:
-            results = []
-            for cell, future in zip(todo, futures, strict=True):
-                results.append(future.result())
-                console.print(f"{cell.variant}, seed {cell.seed}: done in {results[-1]['seconds']:.0f} s")
-            return results
+            for number, future in enumerate(as_completed(futures), 1):
+                cell, seconds = futures[future], future.result()["seconds"]
+                line = f"{number} of {len(todo)}: {cell.variant}, seed {cell.seed}: {seconds:.0f} s of training"
+                console.print(line, highlight=False, markup=False, soft_wrap=True)
+            return [future.result() for future in futures]
+        except BrokenProcessPool as error:
+            raise GradsieveError(
+                "a worker process was killed, perhaps for want of memory. Nothing is lost: run the same command again, "
+                "with fewer --jobs."
+            ) from error
         except BaseException:
-            pool.shutdown(cancel_futures=True)
+            pool.shutdown(wait=False, cancel_futures=True)
+            for worker in active_children():  # their checkpoints are whole
+                worker.terminate()
             raise
+
+
+def _begin_worker(threads: int) -> None:
+    torch.set_num_threads(threads)
+    parent = parent_process()
+    assert parent is not None
+    threading.Thread(target=lambda: (connection.wait([parent.sentinel]), os._exit(1)), daemon=True).start()
 
 
 def _quietly(run: Callable[..., dict[str, Any]], cell: Cell) -> dict[str, Any]:
@@ -133,17 +165,14 @@ def _write(out: Path, rows: list[Row], metric: str) -> None:
 
 
 def _show(console: Console, rows: list[Row], title: str) -> None:
-    table = Table(title=title)
+    table = Table(title=escape(title), caption="± of a gain is its 95% interval")
     for column in HEAD:
-        table.add_column(column, justify="left" if column == "method" else "right")
+        table.add_column(column, justify="left" if column == "method" else "right", overflow="fold")
     for row in rows:
-        table.add_row(*cells(row), style="bold" if row.variant.startswith("dds") else "")
+        table.add_row(*map(escape, cells(row)), style="bold" if row.variant.startswith("dds") else "")
     console.print(table)
-    for row in rows:
-        if row.variant != BASE:
-            console.print(verdict(row), highlight=False, soft_wrap=True)
-    for variant, share in oracle_shares(rows).items():
-        if variant not in (BASE, "uniform+dev", "oracle"):
-            console.print(
-                f"{variant}: {share:.0%} of the oracle's gain over uniform+dev.", highlight=False, soft_wrap=True
-            )
+    lines = [verdict(row) for row in rows if row.variant != BASE]
+    shares = {variant: share for variant, share in oracle_shares(rows).items() if variant not in (BASE, *NO_CHOICE)}
+    lines += [f"{variant}: {share:.0%} of the oracle's gain over uniform+dev." for variant, share in shares.items()]
+    for line in lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)

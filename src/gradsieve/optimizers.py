@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
@@ -86,6 +87,18 @@ def optimizer_derivative(
 def no_derivative(optimizer: Optimizer, theta: Mapping[str, Tensor]) -> dict[str, float | Tensor]:
     """G' = 1, Eq. 2 as printed, for the parameters that the optimizer holds."""
     return {name: 1.0 for name, _, _ in _held(optimizer, theta)}
+
+
+def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """``optimizer.load_state_dict``, with moments laid out in memory as their parameters are.
+
+    Fused optimizers read both as raw memory, and a file may have lost the layout (channels last).
+    """
+    optimizer.load_state_dict(state)
+    for parameter, moments in optimizer.state.items():
+        for name, value in moments.items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape:
+                moments[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 Owner = TypeVar("Owner")

@@ -16,6 +16,7 @@ from torch.optim import Adam, Optimizer
 from .errors import check
 from .gradients import Gradients, GradientStore
 from .networks import GroupScorer
+from .optimizers import load_optimizer
 from .record import GroupRecord
 from .scorer import climb, learned
 
@@ -195,7 +196,7 @@ class GroupDDS:
         self.steps, self._since, self._skipped = state["steps"], state["since"], state["skipped"]
         self._recent, self._drawn = state["recent"].clone(), state["drawn"].clone()
         self.scorer.load_state_dict(state["scorer"])
-        self.scorer_optimizer.load_state_dict(state["scorer_optimizer"])
+        load_optimizer(self.scorer_optimizer, state["scorer_optimizer"])
         self.store.load_state_dict(state["store"])
         self.generator.set_state(state["random"].cpu())
 

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from .dev import DEV_MODES, DevBatches, dev_gradient
 from .errors import GradsieveError, check
 from .networks import SignalScorer
-from .optimizers import after_each_step, is_known, no_derivative, optimizer_derivative
+from .optimizers import after_each_step, is_known, load_optimizer, no_derivative, optimizer_derivative
 from .parameters import LossFn, checked_losses, device_of, full_precision, norm, snapshot, trainable, untouched
 from .randomness import RandomState, RandomStream, random_state
 from .record import StepRecord
@@ -295,7 +295,7 @@ class DDS:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.scorer.load_state_dict(state["scorer"])
         if self.scorer_optimizer:
-            self.scorer_optimizer.load_state_dict(state["scorer_optimizer"])
+            load_optimizer(self.scorer_optimizer, state["scorer_optimizer"])
         self._direction = {n: v.to(self.stream.device).clone() for n, v in state["direction"].items()}
         self.stream.state = {device: value.cpu() for device, value in state["random"].items()}
         self.dev.load_state_dict(state["dev"])

@@ -65,6 +65,8 @@ def climb(optimizer: Optimizer, objective: Tensor, good: Tensor) -> Tensor:
     d_psi = torch.autograd.grad(-objective, psi, allow_unused=True)
     finite = norm({str(i): g for i, g in enumerate(d_psi) if g is not None}).isfinite()
     for parameter, gradient in zip(psi, d_psi, strict=True):
+        if gradient is not None and gradient.stride() != parameter.stride():  # fused optimizers read raw memory
+            gradient = torch.empty_like(parameter).copy_(gradient)
         parameter.grad = gradient
     if getattr(optimizer, "_step_supports_amp_scaling", False):
         optimizer.grad_scale, optimizer.found_inf = None, 1 - (good & finite).float()  # type: ignore[attr-defined]

@@ -7,22 +7,23 @@ from typing import Any
 from .errors import GradsieveError
 from .images.methods import METHODS
 from .images.recipe import ImageRecipe
-from .images.train import train
+from .images.train import check, train
 from .runs.recipe import Recipe, load_recipe
 
 
 @dataclass(frozen=True)
 class Task:
-    """`train` is called ``train(recipe, method, seed=, data=, out=, resume=, device=, progress=)``."""
-
     recipe: type[Recipe]
     methods: Collection[str]
     metric: str
     """What methods are compared by."""
     train: Callable[..., dict[str, Any]]
+    """``train(recipe, method, seed=, data=, out=, resume=, device=, progress=)``."""
+    check: Callable[..., None]
+    """``check(recipe, method, data=, device=)`` raises what `train` would refuse."""
 
 
-TASKS = {"images": Task(ImageRecipe, METHODS, "accuracy", train)}
+TASKS = {"images": Task(ImageRecipe, METHODS, "accuracy", train, check)}
 
 
 def recipe_of(name: str, overrides: Sequence[str] = ()) -> Recipe:

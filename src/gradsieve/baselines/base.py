@@ -30,6 +30,7 @@ class Weighting(ABC):
             raise GradsieveError("the model has no parameter that requires a gradient.")
         self.model, self.loss_fn = model, loss_fn
         self.steps = 0
+        self._skipped = torch.zeros((), dtype=torch.long, device=device_of(model))
         self._weighed: StepRecord | None = None
 
     @abstractmethod
@@ -54,7 +55,13 @@ class Weighting(ABC):
             who = type(self).__name__
             raise GradsieveError(f"{who}.step() needs the batch of loss(): call loss() first, then step() once.")
         self.steps += 1
+        self._skipped += ~torch.stack(list(record.finite.values())).all()
         return record
+
+    @property
+    def skipped(self) -> int:
+        """In how many steps something was not finite, so that weights were uniform. Reading it waits for the device."""
+        return int(self._skipped)
 
     def _record(
         self,
@@ -72,10 +79,11 @@ class Weighting(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs besides model and optimizer. To be taken after `step()`."""
-        return {"steps": self.steps}
+        return {"steps": self.steps, "skipped": self._skipped.clone()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.steps = state["steps"]
+        self._skipped = state["skipped"].to(self._skipped.device).clone()
         self._weighed = None
 
 

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from ..errors import GradsieveError
+from ..optimizers import load_optimizer
 from ..parameters import LossFn, checked_losses, untouched
 from ..record import StepRecord
 from ..scorer import climb, default_optimizer
@@ -143,7 +144,7 @@ class MentorNet(DevWeighting):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self.scorer.load_state_dict(state["scorer"])
-        self.mentor_optimizer.load_state_dict(state["mentor_optimizer"])
+        load_optimizer(self.mentor_optimizer, state["mentor_optimizer"])
         self._level = None if state["level"] is None else state["level"].to(self.stream.device)
 
 

@@ -13,6 +13,8 @@ def uniform_noise(splits: Splits, share: float, *, seed: int) -> Splits:
     """Gives `share` of the training labels another class, drawn uniformly from the wrong ones."""
     generator = torch.Generator().manual_seed(seed)
     chosen = _chosen(splits, share, generator)
+    if splits.num_classes < 2:
+        raise GradsieveError("labels cannot be made wrong: there is only one class.")
     return _relabelled(splits, chosen, torch.randint(1, splits.num_classes, (len(chosen),), generator=generator))
 
 

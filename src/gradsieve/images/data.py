@@ -103,6 +103,26 @@ class Memory:
         return digest.hexdigest()[:16]
 
 
+class Joined:
+    """Two sources in one: the second's rows follow the first's."""
+
+    def __init__(self, first: Source, second: Source):
+        self.first, self.second = first, second
+        self.labels = torch.cat([first.labels, second.labels])
+        self.shards: Tensor | None = None
+        if first.shards is not None and second.shards is not None:
+            self.shards = torch.cat([first.shards, second.shards + first.shards.max() + 1])
+        self.checksum = f"{first.checksum}+{second.checksum}"
+
+    def read(self, rows: Sequence[int], generator: torch.Generator | None) -> Tensor:
+        count = len(self.first.labels)
+        parts = [
+            self.first.read([row], generator) if row < count else self.second.read([row - count], generator)
+            for row in rows
+        ]
+        return torch.cat(parts)
+
+
 def digits(*, seed: int, num_dev: int = 100, num_test: int = 597) -> Splits:
     """scikit-learn's 1,797 bundled digits, 8x8, split at random by `seed`: 1,100 for training by default."""
     from sklearn.datasets import load_digits

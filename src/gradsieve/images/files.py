@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import GradsieveError
-from .data import ImageSet, Splits
+from .data import ImageSet, Joined, Splits
 from .view import Pictures, checksum
 
 EXTENSIONS = ("jpg", "jpeg", "png", "bmp", "webp", "ppm")
@@ -116,42 +116,64 @@ def _label(raw: bytes, where: str) -> int:
 
 
 def folder_splits(directory: Path, setting: str, size: int) -> Splits:
-    """``train/CLASS/*`` and ``test/CLASS/*``, or ``val/CLASS/*`` where there is no test: the paper tests on ImageNet's.
+    """The folders ``train``, ``test`` and, if there is one, ``dev``, with a folder for each class.
 
-    ``"10pct"``: each class's first tenth of the files; ``"full"``: all. The last tenth of those, by class, is dev.
+    ``"10pct"``: each class's first tenth of the training files; ``"full"``: all. Where there is no dev, the last tenth
+    of those, by class. ``val`` stands in for what is missing; the paper tests on ImageNet's.
     """
-    test = next((directory / name for name in ("test", "val", "validation") if (directory / name).is_dir()), None)
-    if test is None or not (directory / "train").is_dir():
+    here = [name for name in ("dev", "test", "val", "validation") if (directory / name).is_dir()]
+    dev_name, test_name = roles(here)
+    if test_name is None or not (directory / "train").is_dir():
         raise GradsieveError(f"{directory} must hold the folders train, and test or val, with a folder for each class.")
     source = Folder(directory / "train", size)
     counts = torch.bincount(source.labels, minlength=len(source.classes))
-    if (fewest := int(counts.min())) < 2:
+    least = 1 if dev_name else 2
+    if (fewest := int(counts.min())) < least:
         folder = directory / "train" / source.classes[int(counts.argmin())]
         raise GradsieveError(f"{folder} needs two images or more, for training and for dev; it has {fewest}.")
     place = torch.arange(len(source.labels)) - (counts.cumsum(0) - counts)[source.labels]  # (N,), in the class
-    kept = _share(counts, setting).clamp(min=2)[source.labels]
-    return _split(source, place, kept, Folder(test, size, source.classes), len(source.classes))
+    kept = _share(counts, setting).clamp(min=least)[source.labels]
+    dev, test = (Folder(directory / n, size, source.classes) if n else None for n in (dev_name, test_name))
+    assert test is not None
+    return _split(source, place, kept, dev, test, len(source.classes))
 
 
 def shard_splits(directory: Path, setting: str, size: int) -> Splits:
-    """``train*.tar`` and ``test*.tar``, or ``val*.tar`` where there is no test; or folders of these names.
+    """``train*.tar``, ``test*.tar`` and, if there are such, ``dev*.tar``; or folders of these names.
 
-    ``"10pct"``: the first tenth of the training shards; ``"full"``: all. The last tenth of those is dev.
+    ``"10pct"``: the first tenth of the training shards; ``"full"``: all. Where there is no dev, the last tenth of
+    those. ``val*.tar`` stands in for what is missing.
     """
     tars = files_by_split(directory, "tar")
-    train, test = tars["train"], tars["test"] or tars["val"]
-    if not train or not test:
+    dev_name, test_name = roles([name for name, found in tars.items() if found])
+    train = tars["train"]
+    if not train or not test_name:
         raise GradsieveError(f"{directory} must hold the shards train*.tar, and test*.tar or val*.tar.")
     kept = int(_share(torch.tensor(len(train)), setting))
-    if kept < 2:
+    least = 1 if dev_name else 2
+    if kept < least:
         raise GradsieveError(
             f"{directory} has training shards: {len(train)}. The setting {setting} needs "
-            f"{20 if setting == '10pct' else 2} or more, for dev is made of whole ones."
+            f"{10 * least if setting == '10pct' else least} or more, for dev is made of whole ones."
         )
-    source, test_source = Shards(train[:kept], size), Shards(test, size)
+    source = Shards(train[:kept], size)
     num_classes = int(source.labels.max()) + 1
-    test_source.check_labels(num_classes)
-    return _split(source, source.index[:, 0], torch.tensor(kept), test_source, num_classes)
+    if num_classes > 100 * len(source.labels):
+        row = int(source.labels.argmax())
+        raise GradsieveError(f"{source.locate(row)[1]} has label {num_classes - 1}, more than there can be classes.")
+    dev, test = (Shards(tars[name], size) if name else None for name in (dev_name, test_name))
+    assert test is not None
+    for other in (dev, test):
+        if other is not None:
+            other.check_labels(num_classes)
+    return _split(source, source.index[:, 0], torch.tensor(kept), dev, test, num_classes)
+
+
+def roles(present: Sequence[str]) -> tuple[str | None, str | None]:
+    """Which of the splits present are dev and test; one called val is whichever is missing, test first."""
+    spare = [name for name in present if name.startswith("val")][:1]
+    test = "test" if "test" in present else next(iter(spare), None)
+    return ("dev" if "dev" in present else next((name for name in spare if name != test), None)), test
 
 
 def _share(count: Tensor, setting: str) -> Tensor:
@@ -160,12 +182,16 @@ def _share(count: Tensor, setting: str) -> Tensor:
     return count // 10 if setting == "10pct" else count
 
 
-def _split(source: Pictures, place: Tensor, kept: Tensor, test: Pictures, num_classes: int) -> Splits:
-    """Of the first `kept` places, which are files of a class or shards, the last tenth is dev, but one at least."""
-    first_dev = kept - (kept // 10).clamp(min=1)
-    posted = ImageSet.whole(source)
-    train, dev = posted[place < first_dev], posted[(first_dev <= place) & (place < kept)]
-    return Splits(train, dev, ImageSet.whole(test), num_classes, IMAGENET_MEAN, IMAGENET_DEVIATION)
+def _split(
+    source: Pictures, place: Tensor, kept: Tensor, dev: Pictures | None, test: Pictures, num_classes: int
+) -> Splits:
+    """The first `kept` places, which are files of a class or shards; without a dev set the last tenth of them is dev."""
+    posted = ImageSet.whole(source if dev is None else Joined(source, dev))
+    first_dev = kept if dev is not None else kept - (kept // 10).clamp(min=1)
+    count = len(source.labels)
+    dev_set = posted[count:] if dev is not None else posted[(first_dev <= place) & (place < kept)]
+    train = posted[:count][place < first_dev]
+    return Splits(train, dev_set, ImageSet.whole(test), num_classes, IMAGENET_MEAN, IMAGENET_DEVIATION)
 
 
 def files_by_split(directory: Path, extension: str) -> defaultdict[str, list[Path]]:

@@ -108,11 +108,13 @@ def training_set(method: str, splits: Splits) -> ImageSet:
         return splits.train + splits.dev
     if method != "oracle":
         return splits.train
-    if splits.damaged is None:
+    if splits.damaged is None or not splits.damaged.any():
         raise GradsieveError(
             "the oracle trains on the examples that were not damaged, but here no damage is known. "
             "Make some, for instance with --set damage.kind=uniform."
         )
+    if splits.damaged.all():
+        raise GradsieveError("the oracle has nothing to train on: every example is damaged. Lower damage.share.")
     return splits.train[~splits.damaged]
 
 
@@ -132,6 +134,8 @@ def build_scorer(bench: Bench) -> nn.Module:
         else:
             scorer = MLPScorer(torch.Size(bench.shape).numel(), classes)
     if settings.init is not None:
+        if not settings.init.is_file():
+            raise GradsieveError(f"scorer.init={settings.init} is no file.")
         try:
             scorer.load_state_dict(load_file(settings.init))
         except (OSError, SafetensorError, RuntimeError) as error:

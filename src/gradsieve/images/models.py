@@ -54,8 +54,10 @@ class WideResNet(nn.Module):
 
     def __init__(self, depth: int = 28, k: int = 2, num_classes: int = 10, in_channels: int = 3):
         super().__init__()
-        if (depth - 4) % 6:
-            raise GradsieveError(f"a WideResNet's depth is 6n + 4, not {depth}.")
+        if (depth - 4) % 6 or depth < 10 or k < 1:
+            raise GradsieveError(
+                f"a WideResNet's depth is 6n + 4 (10, 16, 28) and its width 1 or more, not {depth}-{k}."
+            )
         self.stem = nn.Conv2d(in_channels, 16, 3, 1, 1, bias=False)
         blocks, before = [], 16
         for after, stride in ((16 * k, 1), (32 * k, 2), (64 * k, 2)):
@@ -151,10 +153,10 @@ def _own(name: str, num_classes: int) -> nn.Module:
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
-        build = getattr(importlib.import_module(module_name), function)
-    except (ImportError, AttributeError) as error:
-        raise GradsieveError(f"model {name!r} cannot be had: {error}. Write it as module:function.") from error
-    model = build(num_classes)
-    if not isinstance(model, nn.Module):
-        raise GradsieveError(f"model {name!r} must return a torch.nn.Module, not {type(model).__name__}.")
+        model = getattr(importlib.import_module(module_name), function)(num_classes)
+    except Exception as error:  # the user's code may fail in any way
+        reason = f"{type(error).__name__}: {error}"
+        raise GradsieveError(f"model {name} cannot be had ({reason}). Write it as module:function.") from error
+    if not isinstance(model, nn.Module) or not any(p.requires_grad for p in model.parameters()):
+        raise GradsieveError(f"model {name} must return a torch.nn.Module with parameters, not {type(model).__name__}.")
     return model

@@ -3,14 +3,14 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from ..runs.recipe import Count, Recipe, Settings, Share
+from ..runs.recipe import Count, Number, Recipe, Settings, Share
 from ..scorer import CAUTION, MAX_LOGIT, SCORER_LR
 
-Positive = Annotated[float, Field(gt=0)]
-PositiveShare = Annotated[float, Field(gt=0, le=1)]
-NotNegative = Annotated[float, Field(ge=0)]
+Positive = Annotated[Number, Field(gt=0)]
+PositiveShare = Annotated[Number, Field(gt=0, le=1)]
+NotNegative = Annotated[Number, Field(ge=0)]
 Reward = Literal["finite_difference", "jvp", "per_example"]
 DevMode = Literal["train", "eval"]
 
@@ -24,7 +24,7 @@ class DataSettings(Settings):
     """Pixels of the square that is cut from each image."""
     image_column: str | None = None
     label_column: str | None = None
-    workers: Annotated[int, Field(ge=0)] = 0
+    workers: Annotated[int, Field(strict=True, ge=0)] = 0
     """Processes that read ahead."""
 
 
@@ -32,7 +32,7 @@ class DamageSettings(Settings):
     kind: Literal["none", "uniform", "flip", "long-tail"] = "none"
     share: Share = 0.4
     """Of the labels, for uniform and flip noise."""
-    factor: Annotated[float, Field(ge=1)] = 100.0
+    factor: Annotated[Number, Field(ge=1)] = 100.0
     """Largest class over smallest, for the long tail."""
 
 
@@ -50,12 +50,18 @@ class OptimizerSettings(Settings):
     momentum: Share = 0.9
     nesterov: bool = False
     weight_decay: NotNegative = 2e-4
-    warmup: Annotated[int, Field(ge=0)] = 0
+    warmup: Annotated[int, Field(strict=True, ge=0)] = 0
     """Steps in which the learning rate climbs from 0."""
     cosine: bool = True
     """Whether it then falls to 0 along a half cosine; else it stays."""
-    average: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    average: Annotated[Number, Field(ge=0, lt=1)] = 0.0
     """Rate of the moving average of parameters and BatchNorm statistics that is evaluated; 0 for none."""
+
+    @model_validator(mode="after")
+    def _nesterov_has_momentum(self) -> "OptimizerSettings":
+        if self.nesterov and not self.momentum:
+            raise ValueError("nesterov needs a momentum above 0")
+        return self
 
 
 class ScorerSettings(Settings):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import GradsieveError
 from .data import ImageSet, Splits
-from .files import IMAGENET_DEVIATION, IMAGENET_MEAN, files_by_split, folder_splits, shard_splits
+from .files import IMAGENET_DEVIATION, IMAGENET_MEAN, files_by_split, folder_splits, roles, shard_splits
 from .view import Pictures, checksum
 
 IMAGE_NAMES = ("image", "img")
@@ -109,10 +109,10 @@ def table_splits(
     split too, else the last tenth of the training rows.
     """
     splits = _load(directory)
-    test = next((name for name in ("test", "val") if name in splits), "test")
-    if not {"train", test} <= splits.keys():
+    dev_name, test = roles(list(splits))
+    if "train" not in splits or test is None:
         raise GradsieveError(f"{directory} needs the splits train, and test or validation; it has {', '.join(splits)}.")
-    dev = [name for name in ("dev", "val") if name in splits and name != test][:1]
+    dev = [dev_name] if dev_name else []
 
     def table(*names: str) -> Table:
         parts = {f"{directory}, split {name}": splits[name][0] for name in names}

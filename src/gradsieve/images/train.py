@@ -13,6 +13,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ..errors import GradsieveError
+from ..parameters import to_device, untouched
+from ..randomness import RandomStream
 from ..runs.directory import RunDirectory
 from ..runs.journal import Journal
 from ..runs.progress import Progress
@@ -40,79 +42,120 @@ def train(
     progress: Progress,
 ) -> dict[str, Any]:
     """Trains, measures and writes the run directory `out`; returns what result.json holds."""
-    if method not in METHODS:
-        raise GradsieveError(f"unknown method {method!r}; choose one of {', '.join(METHODS)}.")
-    run = RunDirectory(out, recipe, method, seed, resume=resume)
+    splits = load_splits(recipe, data, seed)
+    run = RunDirectory(out, recipe, method, seed, splits.checksum, resume=resume)
     if run.result is not None:
         return run.result
-    splits = load_splits(recipe, data, seed)
-    examples = training_set(method, splits)
-    result: dict[str, Any] = {"recipe": recipe.name, "method": method, "seed": seed}
+    setup = SetUp(recipe, method, splits, seed, device)
+    setup.try_out()
     signed = signature(recipe, method, seed, splits.checksum)
-    run.open(environment(device) | {"signature": signed})
-    earlier = 0.0
-    if method == "dds-retrained":  # a scorer first, then the model again from scratch with it
-        first = out / "first"
-        found = train(recipe, "dds", seed=seed, data=data, out=first, resume=True, device=device, progress=progress)
-        earlier = found["seconds"]
-        scorer = recipe.scorer.model_copy(update={"init": first / "final/scorer.safetensors"})
-        recipe = recipe.model_copy(update={"scorer": scorer})
+    with run.opened(environment(device) | {"signature": signed}):
+        earlier = 0.0
+        if method == "dds-retrained":  # a scorer first, then the model again from scratch with it
+            first = out / "first"
+            found = train(recipe, "dds", seed=seed, data=data, out=first, resume=True, device=device, progress=progress)
+            earlier = found["seconds"]
+            scorer = recipe.scorer.model_copy(update={"init": first / "final/scorer.safetensors"})
+            setup = SetUp(recipe.model_copy(update={"scorer": scorer}), method, splits, seed, device)
+        result: dict[str, Any] = {"recipe": recipe.name, "method": method, "seed": seed}
+        result |= _trained(setup, run, progress)
+        result |= {"seconds": earlier + result["seconds"], "signature": signed}
+        run.finish(result)
+    return result
 
-    torch.manual_seed(seed)
-    prepare = Preparation(recipe, splits, seed, device)
-    workers = recipe.data.workers
-    stream = Stream(Shuffled(examples, recipe.batch_size, seed, "train"), prepare.training, device, workers)
-    dev = Stream(Shuffled(splits.dev, recipe.dev_batch_size, seed, "dev"), prepare.evaluation, device, workers)
-    channels, height, width = splits.dev.read(torch.tensor([0]))[0].shape[1:]
-    shape = (channels, height, width)
-    model = build_model(recipe.model.name, shape=shape, num_classes=splits.num_classes).to(device)
-    if recipe.model.channels_last:
-        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    optimizer = build_optimizer(recipe.optimizer, model)
-    schedule = LambdaLR(optimizer, lambda t: learning_rate_factor(t, recipe.steps, recipe.optimizer))
-    average = moving_average(model, recipe.optimizer.average)
-    way = METHODS[method](Bench(recipe, model, cross_entropy, optimizer, dev, shape, splits.num_classes, seed))
-    if recipe.model.compile:
-        model.compile()
-    low = torch.autocast(device.type, torch.bfloat16, enabled=recipe.model.precision == "bf16")
-    evaluated = model if average is None else average.module
 
-    parts = {"model": model, "optimizer": optimizer, "schedule": schedule, "method": way, "stream": stream}
+def check(recipe: ImageRecipe, method: str, *, data: Path | None, device: torch.device) -> None:
+    """Raises what `train` would refuse, without training."""
+    SetUp(recipe, method, load_splits(recipe, data, 0), 0, device).try_out()
+
+
+class SetUp:
+    """All that a run is made of, from recipe and seed."""
+
+    def __init__(self, recipe: ImageRecipe, method: str, splits: Splits, seed: int, device: torch.device):
+        self.recipe, self.method, self.splits, self.seed, self.device = recipe, method, splits, seed, device
+        self.examples = training_set(method, splits)
+        self.prepare = prepare = Preparation(recipe, splits, seed, device)
+        batches, dev_batches = (
+            Shuffled(images, size, seed, name)
+            for images, size, name in (
+                (self.examples, recipe.batch_size, "train"),
+                (splits.dev, recipe.dev_batch_size, "dev"),
+            )
+        )
+        self.stream = Stream(batches, prepare.training, device, recipe.data.workers)
+        dev = Stream(dev_batches, prepare.evaluation, device, recipe.data.workers)
+        channels, height, width = splits.dev.read(torch.tensor([0]))[0].shape[1:]
+        shape = (channels, height, width)
+
+        torch.manual_seed(seed)
+        model = build_model(recipe.model.name, shape=shape, num_classes=splits.num_classes).to(device)
+        if recipe.model.channels_last:
+            model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.model = model
+        self.optimizer = build_optimizer(recipe.optimizer, model)
+        self.schedule = LambdaLR(self.optimizer, lambda t: learning_rate_factor(t, recipe.steps, recipe.optimizer))
+        self.average = moving_average(model, recipe.optimizer.average)
+        bench = Bench(recipe, model, cross_entropy, self.optimizer, dev, shape, splits.num_classes, seed)
+        self.way = METHODS[method](bench)
+        if recipe.model.compile:
+            model.compile()
+        self.low = torch.autocast(device.type, torch.bfloat16, enabled=recipe.model.precision == "bf16")
+        self.evaluated: nn.Module = model if self.average is None else self.average.module
+
+    def try_out(self) -> None:
+        """One forward pass on a training batch, which leaves no trace: does the model fit the data?"""
+        pixels, labels, _ = to_device(self.stream.batches[0], self.device)
+        name, shape = self.recipe.model.name, tuple(pixels.shape)
+        try:
+            with RandomStream(self.device, 0), untouched(self.model), torch.no_grad(), self.low:
+                found = self.model(self.prepare.training(pixels, 0))
+        except Exception as error:  # a model of the user's may fail in any way
+            raise GradsieveError(f"model {name} fails on a batch of images {shape}: {error}") from error
+        wanted = (len(labels), self.splits.num_classes)
+        if not isinstance(found, Tensor) or found.shape != wanted:
+            got = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+            raise GradsieveError(f"model {name} must give logits of shape {wanted} for {shape} images, not {got}.")
+
+    def evaluate(self, images: ImageSet) -> dict[str, float]:
+        return evaluate(self.evaluated, images, self.prepare, self.low)
+
+
+def _trained(setup: SetUp, run: RunDirectory, progress: Progress) -> dict[str, Any]:
+    """The loop."""
+    recipe, way, model, optimizer, average = setup.recipe, setup.way, setup.model, setup.optimizer, setup.average
+    parts = {"model": model, "optimizer": optimizer, "schedule": setup.schedule, "method": way, "stream": setup.stream}
     journal = Journal(
         run,
         recipe,
         parts if average is None else parts | {"average": average},
-        evaluated=evaluated,
-        evaluate_dev=lambda: evaluate(evaluated, splits.dev, prepare, low),
-        num_examples=len(examples),
-        device=device,
+        evaluated=setup.evaluated,
+        evaluate_dev=lambda: setup.evaluate(setup.splits.dev),
+        num_examples=len(setup.examples),
+        device=setup.device,
         progress=progress,
     )
-    step = journal.begin(f"{method}, seed {seed}")
-    batches = iter(stream)
+    step = journal.begin(f"{setup.method}, seed {setup.seed}")
+    batches = iter(setup.stream)
     while step < recipe.steps:
         batch = next(batches)
         optimizer.zero_grad()
-        with low:
+        with setup.low:
             loss = way.loss(batch)
         loss.backward()
         optimizer.step()
         record = way.step()
-        schedule.step()
+        setup.schedule.step()
         if average is not None:
             average.update_parameters(model)
         step += 1
         journal.after_step(step, loss, record, batch[2])
 
-    if (scorer_module := getattr(way, "scorer", None)) is not None:
-        run.save_tensors("final/scorer", scorer_module.state_dict())
-    if splits.damaged is not None:
-        run.save_tensors("damaged", {"damaged": splits.damaged})
-    result |= journal.result(lambda: evaluate(evaluated, splits.test, prepare, low))
-    result["seconds"] += earlier
-    result |= {"skipped": getattr(way, "skipped", 0), "signature": signed}
-    run.finish(result)
-    return result
+    if (scorer := getattr(way, "scorer", None)) is not None:
+        run.save_tensors("final/scorer", scorer.state_dict())
+    if setup.splits.damaged is not None:
+        run.save_tensors("damaged", {"damaged": setup.splits.damaged})
+    return journal.result(lambda: setup.evaluate(setup.splits.test)) | {"skipped": getattr(way, "skipped", 0)}
 
 
 def cross_entropy(model: nn.Module, batch: Any) -> Tensor:
@@ -170,13 +213,12 @@ def evaluate(
     """Accuracy in per cent and mean loss, in eval mode."""
     training = model.training
     model.eval()
-    totals = torch.zeros(2, dtype=torch.float64, device=prepare.device)
+    right, loss = torch.zeros((), dtype=torch.long, device=prepare.device), torch.zeros((), device=prepare.device)
     stream = Stream(InOrder(images, EVALUATION_BATCH), prepare.evaluation, prepare.device, prepare.workers)
     for x, y, _ in stream:
         with low:
             logits = model(x).float()
-        right, loss = (logits.argmax(1) == y).sum(), F.cross_entropy(logits, y, reduction="sum")
-        totals += torch.stack([right.double(), loss.double()])
+        right += (logits.argmax(1) == y).sum()
+        loss += F.cross_entropy(logits, y, reduction="sum")
     model.train(training)
-    accuracy, loss = (totals / len(images)).tolist()
-    return {"accuracy": 100 * accuracy, "loss": loss}
+    return {"accuracy": 100 * right.item() / len(images), "loss": loss.item() / len(images)}

@@ -27,10 +27,12 @@ def save_checkpoint(folder: Path, state: Mapping[str, Any]) -> None:
     tensors: dict[str, Tensor] = {}
     tree = _encoded(state, "", tensors)
     with written_whole(folder) as place:
+        shutil.rmtree(place, ignore_errors=True)
         place.mkdir(parents=True)
         _save(tensors, place / "tensors.safetensors")
         (place / "state.json").write_text(json.dumps(tree))
         _flush(place / "state.json")
+        shutil.rmtree(folder, ignore_errors=True)  # of the same step, before a resume
 
 
 def load_checkpoint(folder: Path) -> Any:
@@ -67,8 +69,6 @@ def written_whole(path: Path) -> Iterator[Path]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield place
-        if path.is_dir():
-            shutil.rmtree(path)
         os.replace(place, path)
         _flush(path.parent)
     except (OSError, SafetensorError) as error:
@@ -113,8 +113,9 @@ def _flush(path: Path) -> None:
 
 def _encoded(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, Tensor):
-        tensors[path] = value
-        return {"tensor": path}
+        name = f"{len(tensors)}{path}"  # paths alone may collide: a key can hold a slash
+        tensors[name] = value
+        return {"tensor": name}
     if isinstance(value, Mapping):
         return {"dict": [[key, _encoded(v, f"{path}/{key}", tensors)] for key, v in value.items()]}
     if isinstance(value, list | tuple):

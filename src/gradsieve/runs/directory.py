@@ -4,14 +4,15 @@
 
     recipe.json  environment.json  metrics.jsonl  result.json
     final/model.safetensors  final/scorer.safetensors
-    best/model.safetensors                   the parameters that dev chose
+    best/step-N.safetensors                  the parameters that dev chose
     scores/step-N.safetensors                each training example's latest weight, float16, 1 is uniform
     checkpoints/step-N/                      tensors.safetensors, state.json
 """
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from ..errors import GradsieveError
 from .checkpoint import as_json, load_checkpoint, save_checkpoint, save_json, save_tensors, written_whole
-from .recipe import Recipe, differences
+from .recipe import Recipe, differences, with_a_say
 
 KEPT = 2
 """Checkpoints that stay."""
@@ -30,35 +31,40 @@ class RunDirectory:
 
     Args:
         path: the folder.
+        data: checksum of the data.
         resume: go on with the run that is there; without it, a folder that holds a run is refused.
     """
 
-    def __init__(self, path: Path, recipe: Recipe, method: str, seed: int, *, resume: bool):
+    def __init__(self, path: Path, recipe: Recipe, method: str, seed: int, data: str, *, resume: bool):
         self.path, self.metrics = path, path / "metrics.jsonl"
-        self._resolved = resolved = {"recipe": recipe.model_dump(mode="json"), "method": method, "seed": seed}
-        if (path / "recipe.json").is_file():
-            if not resume:
-                raise GradsieveError(f"{path} holds a run already. Go on with it by --resume, or give another --out.")
-            try:
-                found = json.loads((path / "recipe.json").read_text())
-            except ValueError as error:
-                raise GradsieveError(f"{path / 'recipe.json'} is damaged ({error}). Give another --out.") from error
-            if changed := differences(found, resolved):
-                raise GradsieveError(
-                    f"{path} holds another run: {'; '.join(changed)}. Resume with the same settings, "
-                    "or give another --out."
-                )
-
-    def open(self, environment: Mapping[str, Any]) -> None:
-        """Begins to write, once all that could be refused has been looked at."""
-        save_json(self.path / "recipe.json", self._resolved)
-        save_json(self.path / "environment.json", environment)
+        self._settings = {"recipe": recipe.model_dump(mode="json"), "method": method, "seed": seed, "data": data}
+        if path.exists() and not path.is_dir():
+            raise GradsieveError(f"{path} is a file. Give a folder as --out.")
+        self._begun = (path / "recipe.json").exists()
+        if not self._begun and path.is_dir() and any(path.iterdir()):
+            raise GradsieveError(f"{path} has files of another kind in it. Give a new or empty folder as --out.")
+        if self._begun and not resume:
+            raise GradsieveError(f"{path} holds a run already. Go on with it by --resume, or give another --out.")
+        found = _read(path / "recipe.json") if self._begun else self._settings
+        if changed := differences(with_a_say(found), with_a_say(self._settings)):
+            raise GradsieveError(
+                f"{path} holds another run: {'; '.join(changed)}. Resume with the same settings, or give another --out."
+            )
 
     @property
     def result(self) -> dict[str, Any] | None:
         """What the run came to, if it has ended."""
         file = self.path / "result.json"
-        return json.loads(file.read_text()) if file.is_file() else None
+        return _read(file) if file.exists() else None
+
+    @contextmanager
+    def opened(self, environment: Mapping[str, Any]) -> Iterator[None]:
+        """Inside, the run may write; no other process may. To be entered once nothing is left to be refused."""
+        with _locked(self.path):
+            save_json(self.path / "recipe.json", self._settings)
+            if not self._begun or not (self.path / "environment.json").exists():
+                save_json(self.path / "environment.json", environment)
+            yield
 
     def log(self, record: Mapping[str, Any]) -> None:
         """One line of metrics.jsonl; it has a "step"."""
@@ -75,27 +81,34 @@ class RunDirectory:
         save_tensors(self.path / f"{name}.safetensors", tensors)
 
     def save_scores(self, step: int, weights: Tensor) -> None:
-        self.save_tensors(f"scores/step-{step:09}", {"weights": weights.half()})
+        self.save_tensors(f"scores/{numbered(step)}", {"weights": weights.half()})
 
     def save_checkpoint(self, step: int, state: Mapping[str, Any]) -> None:
-        save_checkpoint(self.path / f"checkpoints/step-{step:09}", {"step": step, "state": state})
+        save_checkpoint(self.path / "checkpoints" / numbered(step), {"step": step, "state": state})
         for old in self._checkpoints()[:-KEPT]:
             shutil.rmtree(old, ignore_errors=True)
 
     def restore(self) -> tuple[int, Any] | None:
         """Step and state of the latest checkpoint that can be read; what the run wrote after it is forgotten."""
+        if not self._begun:
+            return None
+        for broken in (self.path / "checkpoints").glob(".step-*"):  # a kill in the midst of writing
+            shutil.rmtree(broken, ignore_errors=True)
         folders = self._checkpoints()
         reasons = []
         for folder in reversed(folders):
             try:
                 found = load_checkpoint(folder)
-            except GradsieveError as error:
-                reasons.append(str(error))
+                step, state = found["step"], found["state"]
+            except (GradsieveError, KeyError, TypeError) as error:
+                reasons.append(f"{folder.name}: {error}")
                 continue
-            self._forget_after(found["step"])
-            return found["step"], found["state"]
+            self._forget_after(step)
+            return step, state
         if folders:
-            raise GradsieveError(" ".join(reasons) + " Remove the checkpoints folder to begin the run anew.")
+            raise GradsieveError(
+                f"no checkpoint of {self.path} can be read ({'; '.join(reasons)}). Begin anew with another --out."
+            )
         self._forget_after(0)
         return None
 
@@ -108,7 +121,7 @@ class RunDirectory:
 
     def _forget_after(self, step: int) -> None:
         for file in (self.path / "scores").glob("step-*.safetensors"):
-            if int(file.stem.removeprefix("step-")) > step:
+            if file.stem > numbered(step):
                 file.unlink()
         if self.metrics.is_file():
             lines = self.metrics.read_text().splitlines()
@@ -117,9 +130,46 @@ class RunDirectory:
                 place.write_text("".join(line + "\n" for line in kept))
 
 
+def numbered(step: int) -> str:
+    """Names that sort as their steps do."""
+    return f"step-{step:09}"
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Inside, the folder is this process's own. The lock goes with the process, however that ends."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        path.mkdir(parents=True, exist_ok=True)
+        yield
+        return
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = (path / ".lock").open("w")
+    except OSError as error:
+        raise GradsieveError(f"cannot write into {path} ({error.strerror}). Give another folder as --out.") from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise GradsieveError(f"another process is at work in {path}. Wait for it, or stop it.") from error
+        yield
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text())
+        if isinstance(found, dict):
+            return found
+        raise ValueError("no JSON object")
+    except (OSError, ValueError) as error:
+        raise GradsieveError(f"{file} is damaged ({error}). Give another --out.") from error
+
+
 def _step(line: str) -> float:
     """Of a line of metrics; a line that was cut short counts as late."""
     try:
         return float(json.loads(line)["step"])
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, TypeError):
         return float("inf")

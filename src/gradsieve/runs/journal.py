@@ -2,15 +2,19 @@
 
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from ..errors import GradsieveError
+from ..optimizers import load_optimizer
 from ..randomness import random_state, set_random_state
 from ..record import StepRecord
-from .directory import RunDirectory
+from .directory import RunDirectory, numbered
 from .progress import Progress
 from .recipe import Recipe
 
@@ -58,12 +62,13 @@ class Journal:
         step = 0
         if (found := self.run.restore()) is not None:
             step, state = found
-            for name, part in self.parts.items():
-                part.load_state_dict(state["parts"][name])
-            self.latest.copy_(state["latest"])
-            self.share.copy_(state["share"])
-            self.updates, self.best, self.seconds = state["updates"], state["best"], state["seconds"]
-            set_random_state(self.device, state["random"])
+            try:
+                self._load(state)
+            except (KeyError, TypeError, RuntimeError, ValueError) as error:
+                raise GradsieveError(
+                    f"the checkpoint at step {step} in {self.run.path} does not fit this run ({error}). "
+                    "Begin anew with another --out."
+                ) from error
         self.progress.begin(title, self.recipe.steps, step)
         self.clock = time.perf_counter()
         return step
@@ -78,7 +83,7 @@ class Journal:
         recipe = self.recipe
         moments = (
             recipe.log_every,
-            max(1, recipe.steps // recipe.scores),
+            -(-recipe.steps // recipe.scores),
             recipe.evaluate_every,
             recipe.checkpoint_every,
         )
@@ -102,7 +107,7 @@ class Journal:
         """What is measured on test, once, after training: the last parameters, and those that dev chose."""
         self.run.save_tensors("final/model", self.evaluated.state_dict())
         last = evaluate_test()
-        self.evaluated.load_state_dict(load_file(self.run.path / "best/model.safetensors"))
+        self.evaluated.load_state_dict(load_file(self._best_file()))
         best = last if self.best["step"] == self.recipe.steps else evaluate_test()
         self.progress.end()
         return {
@@ -122,9 +127,29 @@ class Journal:
         self.progress.tell(step, dev=metrics[name])
         if self.best["dev"] is None or metrics[name] >= self.best["dev"][name]:
             self.best = {"step": step, "dev": metrics}
-            self.run.save_tensors("best/model", self.evaluated.state_dict())
+            self.run.save_tensors(f"best/{numbered(step)}", self.evaluated.state_dict())
 
     def _checkpoint(self, step: int) -> None:
         own = {"latest": self.latest, "share": self.share, "updates": self.updates, "best": self.best}
         state = {"parts": {name: part.state_dict() for name, part in self.parts.items()}, "seconds": self.seconds}
         self.run.save_checkpoint(step, own | state | {"random": random_state(self.device)})
+        for file in self._best_file().parent.glob("step-*"):  # what an older checkpoint called the best
+            if file != self._best_file():
+                file.unlink()
+
+    def _best_file(self) -> Path:
+        return self.run.path / f"best/{numbered(self.best['step'])}.safetensors"
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        for name, part in self.parts.items():
+            if isinstance(part, Optimizer):
+                load_optimizer(part, state["parts"][name])
+            else:
+                part.load_state_dict(state["parts"][name])
+        self.latest.copy_(state["latest"])
+        self.share.copy_(state["share"])
+        self.updates, self.seconds = state["updates"], state["seconds"]
+        nothing, self.best = self.best, state["best"]
+        if not self._best_file().is_file():  # only an older checkpoint could be read: dev chooses anew
+            self.best = nothing
+        set_random_state(self.device, state["random"])

@@ -5,6 +5,7 @@ import time
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
@@ -16,7 +17,7 @@ class Progress:
     """Loss, dev metric, time of a step and time that remains; for one run after the other."""
 
     def __init__(self, console: Console, *, quiet: bool = False):
-        self.console, self.quiet = console, quiet
+        self.console, self.quiet, self.label = console, quiet, ""
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
@@ -34,6 +35,8 @@ class Progress:
         self.bar.stop()
 
     def begin(self, title: str, steps: int, done: int) -> None:
+        """`title` of the run, if nobody has set a `label` of his own."""
+        title = escape(self.label or title)
         self.title, self.steps, self.first, self.start = title, steps, done, time.perf_counter()
         self.figures: dict[str, float] = {}
         self.told = done

@@ -13,8 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..errors import GradsieveError
 
-Share = Annotated[float, Field(ge=0, le=1)]
-Count = Annotated[int, Field(ge=1)]
+Number = Annotated[float, Field(strict=True)]
+Share = Annotated[Number, Field(ge=0, le=1)]
+Count = Annotated[int, Field(strict=True, ge=1)]
 
 
 class Settings(BaseModel):
@@ -42,7 +43,7 @@ class Recipe(Settings):
     @property
     def hash(self) -> str:
         """Of everything that has a say in the result."""
-        content = self.model_dump(mode="json", exclude={"description", "needs"})
+        content = with_a_say({"recipe": self.model_dump(mode="json")})
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
 
 
@@ -65,6 +66,22 @@ def load_recipe(name: str, overrides: Iterable[str], tasks: Mapping[str, type[Re
         raise GradsieveError(f"recipe {name}: " + "; ".join(_sentences(error, tasks[task]))) from error
 
 
+NO_SAY = ("description", "needs", "log_every", "checkpoint_every", "data.workers")
+
+
+def with_a_say(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a run without those keys of its recipe that do not change what it computes."""
+
+    def kept(content: Mapping[str, Any], path: str) -> dict[str, Any]:
+        return {
+            key: kept(value, f"{path}{key}.") if isinstance(value, Mapping) else value
+            for key, value in content.items()
+            if path + key not in NO_SAY
+        }
+
+    return dict(settings) | {"recipe": kept(settings.get("recipe", {}), "")}
+
+
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], path: str = "") -> list[str]:
     """Which keys of two resolved recipes differ, and how."""
     found = []
@@ -84,16 +101,16 @@ def _folder() -> Any:
 def _content(name: str) -> dict[str, Any]:
     own = Path(name)
     if name in recipe_names():
-        text, stem = (_folder() / f"{name}.toml").read_text(), name
+        raw, stem = (_folder() / f"{name}.toml").read_bytes(), name
     elif own.suffix == ".toml" and own.is_file():
-        text, stem = own.read_text(), own.stem
+        raw, stem = own.read_bytes(), own.stem
     else:
         raise GradsieveError(
             f"unknown recipe {name!r}{_nearest(name, recipe_names())}. There are {', '.join(recipe_names())}; "
             "or give the path of a .toml file."
         )
     try:
-        return {"name": stem, **tomllib.loads(text)}
+        return {"name": stem, **tomllib.loads(raw.decode("utf-8-sig"))}
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise GradsieveError(f"recipe {name} is not valid TOML: {error}.") from error
 

@@ -3,6 +3,7 @@
 import os
 import platform
 import subprocess
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ def environment(device: torch.device) -> dict[str, Any]:
     }
 
 
+@cache
 def _commit() -> str | None:
     """Of the source tree that runs, if it is one; with "-dirty" where it differs from the commit."""
     command = ["git", "-C", str(PACKAGE), "ls-files", "--error-unmatch", "__init__.py"]
