@@ -185,7 +185,7 @@ def _share(count: Tensor, setting: str) -> Tensor:
 def _split(
     source: Pictures, place: Tensor, kept: Tensor, dev: Pictures | None, test: Pictures, num_classes: int
 ) -> Splits:
-    """The first `kept` places, which are files of a class or shards; without a dev set the last tenth of them is dev."""
+    """The first `kept` places (files of a class, or shards); without a dev set the last tenth of them is dev."""
     posted = ImageSet.whole(source if dev is None else Joined(source, dev))
     first_dev = kept if dev is not None else kept - (kept // 10).clamp(min=1)
     count = len(source.labels)
