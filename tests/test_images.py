@@ -223,6 +223,14 @@ def test_the_moving_average_covers_batchnorm_statistics() -> None:
     assert moving_average(model, 0.0) is None
 
 
+def test_settings_can_be_chosen_without_the_test_set() -> None:
+    plain, aside = digits(seed=3), digits(seed=3, held_out=True)
+    assert torch.equal(torch.cat([aside.train.rows, aside.test.rows]), plain.train.rows)
+    assert set(aside.test.rows.tolist()).isdisjoint(plain.test.rows.tolist())
+    with pytest.raises(GradsieveError, match="no training image aside"):
+        cifar10(Path(), "full", held_out=True)
+
+
 @pytest.mark.skipif(not CIFAR10.is_dir(), reason="needs CIFAR-10 in ../shared/data")
 def test_cifar10_as_the_paper_splits_it() -> None:
     splits = cifar10(CIFAR10, "4k")
@@ -232,6 +240,10 @@ def test_cifar10_as_the_paper_splits_it() -> None:
     x = normalized(pixels, torch.tensor(splits.mean), torch.tensor(splits.deviation))
     assert x.mean().abs().item() < 0.05
     assert x.std().item() == pytest.approx(1, abs=0.05)
+    aside = cifar10(CIFAR10, "4k", held_out=True)
+    assert torch.equal(aside.train.rows, splits.train.rows)
+    assert aside.test.rows.tolist() == list(range(4000, 10000))
+    assert aside.test.source is aside.train.source
     with pytest.raises(GradsieveError, match=r"lacks data_batch_2\.bin, .*data_batch_5\.bin"):
         cifar10(CIFAR10, "full")
 

@@ -123,8 +123,11 @@ class Joined:
         return torch.cat(parts)
 
 
-def digits(*, seed: int, num_dev: int = 100, num_test: int = 597) -> Splits:
-    """scikit-learn's 1,797 bundled digits, 8x8, split at random by `seed`: 1,100 for training by default."""
+def digits(*, seed: int, num_dev: int = 100, num_test: int = 597, held_out: bool = False) -> Splits:
+    """scikit-learn's 1,797 bundled digits, 8x8, split at random by `seed`: 1,100 for training by default.
+
+    `held_out` takes the last 200 of these in place of the test set, for choosing settings.
+    """
     from sklearn.datasets import load_digits
 
     bunch = load_digits()
@@ -132,6 +135,8 @@ def digits(*, seed: int, num_dev: int = 100, num_test: int = 597) -> Splits:
     everything = ImageSet.whole(Memory(pixels, torch.tensor(bunch.target, dtype=torch.long)))
     order = torch.randperm(len(everything), generator=torch.Generator().manual_seed(seed))
     dev, test, train = order[:num_dev], order[num_dev : num_dev + num_test], order[num_dev + num_test :]
+    if held_out:
+        train, test = train[:-200], train[-200:]
     return Splits(everything[train], everything[dev], everything[test], 10, (0.0,), (16.0,))
 
 
@@ -149,12 +154,15 @@ CIFAR10_MEAN, CIFAR10_DEVIATION = (125.3, 123.0, 113.9), (63.0, 62.1, 66.7)
 CIFAR10_4K = 4000
 
 
-def cifar10(directory: Path, setting: str) -> Splits:
+def cifar10(directory: Path, setting: str, *, held_out: bool = False) -> Splits:
     """CIFAR-10's binary version, in the order in which it is posted.
 
     ``"4k"``: the first 4,000 images, the last 400 of them for dev; needs batch 1 and the test batch only. ``"full"``:
-    all 50,000, the last 5,000 of them for dev.
+    all 50,000, the last 5,000 of them for dev. `held_out` takes the images of batch 1 that ``"4k"`` leaves aside in
+    place of the test set, for choosing settings.
     """
+    if held_out and setting != "4k":
+        raise GradsieveError("data.held_out: the full setting leaves no training image aside. Use data.setting=4k.")
     folder = directory / CIFAR10_FOLDER if (directory / CIFAR10_FOLDER).is_dir() else directory
     names = [name for name in CIFAR10_MD5 if name != "test_batch.bin"][: 1 if setting == "4k" else None]
     if missing := [name for name in (*names, "test_batch.bin") if not (folder / name).is_file()]:
@@ -164,8 +172,8 @@ def cifar10(directory: Path, setting: str) -> Splits:
         )
     parts = [_read_cifar10(folder / name) for name in names]
     posted = ImageSet.whole(Memory(*(torch.cat(p) for p in zip(*parts, strict=True))))
-    posted = posted[:CIFAR10_4K] if setting == "4k" else posted
-    test = ImageSet.whole(Memory(*_read_cifar10(folder / "test_batch.bin")))
+    posted, aside = (posted[:CIFAR10_4K], posted[CIFAR10_4K:]) if setting == "4k" else (posted, None)
+    test = aside if held_out and aside else ImageSet.whole(Memory(*_read_cifar10(folder / "test_batch.bin")))
     num_train = len(posted) - len(posted) // 10
     return Splits(posted[:num_train], posted[num_train:], test, 10, CIFAR10_MEAN, CIFAR10_DEVIATION)
 

@@ -10,7 +10,7 @@ from .recipe import ImageRecipe
 
 def load_splits(recipe: ImageRecipe, directory: Path | None, seed: int) -> Splits:
     data, damage = recipe.data, recipe.damage
-    splits = digits(seed=seed) if data.name == "digits" else _on_disk(recipe, directory)
+    splits = digits(seed=seed, held_out=data.held_out) if data.name == "digits" else _on_disk(recipe, directory)
     if damage.kind == "uniform":
         return uniform_noise(splits, damage.share, seed=seed)
     if damage.kind == "flip":
@@ -29,7 +29,11 @@ def _on_disk(recipe: ImageRecipe, directory: Path | None) -> Splits:
     if data.name == "cifar10":
         if data.setting == "10pct":
             raise GradsieveError("data.setting of CIFAR-10 is 4k or full, not 10pct.")
-        return cifar10(directory, data.setting)
+        return cifar10(directory, data.setting, held_out=data.held_out)
+    if data.held_out:
+        raise GradsieveError(
+            "data.held_out is for digits and CIFAR-10 only; set a part of your own images aside instead."
+        )
     if data.setting == "4k":
         raise GradsieveError("data.setting of images on disk is 10pct or full, not 4k.")
     from .tables import image_splits  # PIL and datasets are for those who read images from files

@@ -19,6 +19,8 @@ class DataSettings(Settings):
     name: Literal["digits", "cifar10", "images"]
     """``images``: class folders, WebDataset shards, Parquet or a Hugging Face data set on disk."""
     setting: Literal["4k", "10pct", "full"] = "full"
+    held_out: bool = False
+    """Measure on training images that were set aside, not on the test set: for choosing settings."""
     format: Literal["auto", "folder", "shards", "table"] = "auto"
     size: Count = 224
     """Pixels of the square that is cut from each image."""
