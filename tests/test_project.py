@@ -25,7 +25,7 @@ LAYERS = [
     {"reweight", "sampling", "resample"},
     {"baselines"},
     {"runs"},
-    {"images"},
+    {"images", "translation"},
     {"report"},
     {"tasks"},
     {"compare"},

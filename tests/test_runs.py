@@ -508,9 +508,9 @@ def test_killed_at_20_random_moments_it_ends_as_if_it_had_never_been(tmp_path: P
         process = subprocess.Popen(
             command(*arguments, "--out", "killed", "--resume"), cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.DEVNULL
         )
-        metrics = tmp_path / "killed/environment.json"
-        before = metrics.stat().st_mtime_ns if metrics.exists() else 0
-        while process.poll() is None and (metrics.stat().st_mtime_ns if metrics.exists() else 0) == before:
+        opened = tmp_path / "killed/recipe.json"  # written anew whenever a run goes on
+        before = opened.stat().st_mtime_ns if opened.exists() else 0
+        while process.poll() is None and (opened.stat().st_mtime_ns if opened.exists() else 0) == before:
             time.sleep(0.005)
         time.sleep(chance.uniform(0, 0.3))  # from the first moments of set-up to some dozens of steps later
         assert process.poll() is None, "the run ended before it could be killed: make it longer"
