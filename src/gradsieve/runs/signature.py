@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parents[1]
 
 
 def signature(recipe: Recipe, method: str, seed: int, data: str) -> dict[str, Any]:
-    """Two runs with the same signature on the same kind of machine give the same numbers."""
+    """Two runs with the same signature on the same kind of CPU give the same numbers."""
     return {
         "gradsieve": __version__,
         "commit": _commit(),
@@ -25,6 +25,7 @@ def signature(recipe: Recipe, method: str, seed: int, data: str) -> dict[str, An
         "data": data,
         "method": method,
         "seed": seed,
+        "threads": torch.get_num_threads(),
     }
 
 
@@ -35,7 +36,6 @@ def environment(device: torch.device) -> dict[str, Any]:
         "platform": platform.platform(),
         "processor": platform.machine(),
         "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
     }
 
