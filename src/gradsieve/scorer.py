@@ -16,7 +16,7 @@ MAX_LOGIT = 2.0
 
 SCORER_LR = 3e-3
 
-CAUTION = 0.25
+CAUTION = 0.5
 """The default price of uneven weights, chosen by the table "Caution" in RESULTS.md."""
 
 PSI_GRADIENTS = ("expectation", "algorithm1")
