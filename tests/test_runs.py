@@ -97,6 +97,8 @@ class TestRecipes:
         content = recipe.model_dump()
         assert (recipe.steps, content["optimizer"]["lr"], content["dds"]["max_logit"]) == (7, 1e-4, None)
         assert content["scorer"]["kind"] == "mlp+label"
+        none = recipe_of("cifar10-4k", ["augment=none", "damage.kind=none", "scorer.init=none"]).model_dump()
+        assert (none["augment"], none["damage"]["kind"], none["scorer"]["init"]) == ("none", "none", None)
         assert recipe.hash != recipe_of("digits").hash
         assert (
             recipe.hash
@@ -416,7 +418,7 @@ class TestRuns:
             ("model.name=odd:fails", r"OSError: no luck"),
             ("model.name=odd:empty", r"with parameters"),
             ("model.name=wrn-10-0", r"width 1 or more"),
-            ("model.name=none", r"model\.name"),
+            ("model.name=none", r"unknown model 'none'"),
             ("scorer.init=nowhere", r"nowhere is no file"),
         ):
             with pytest.raises(GradsieveError, match=message):

@@ -7,9 +7,9 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ..errors import GradsieveError
 
@@ -22,6 +22,15 @@ class Settings(BaseModel):
     """A part of a recipe. An unknown key is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _none_by_name(cls, content: Any) -> Any:
+        """TOML has no null: the word "none" stands for it, where a key may be None."""
+        if not isinstance(content, dict):
+            return content
+        optional = {name for name, field in cls.model_fields.items() if type(None) in get_args(field.annotation)}
+        return {key: None if value == "none" and key in optional else value for key, value in content.items()}
 
 
 class Recipe(Settings):
@@ -128,9 +137,7 @@ def _apply(content: dict[str, Any], override: str) -> None:
 
 
 def _value(text: str) -> Any:
-    """As TOML reads it; ``none`` for None; anything else is text."""
-    if text.lower() in ("none", "null"):
-        return None
+    """As TOML reads it; what TOML does not understand is text."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
