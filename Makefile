@@ -20,7 +20,7 @@ setup: .venv/.done
 .venv/.done: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt "pip>=25.1"
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[images,report]" --group dev
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[images,translation,report]" --group dev
 	@touch $@
 
 clean:
