@@ -3,25 +3,19 @@
 import hashlib
 import os
 import tarfile
-from collections.abc import Callable
 from http.client import HTTPException
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from urllib.request import urlopen
 
 from ..errors import GradsieveError
+from ..runs.fetch import OnBytes, fetch
 from .data import CIFAR10_FOLDER, CIFAR10_MD5
 
 CIFAR10_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 CIFAR10_ARCHIVE_MD5 = "c32a1d4ab5d03f1284b67883e8d87530"
-CHUNK = 1 << 20
-TIMEOUT = 60.0
-"""Seconds without an answer."""
 
 
-def download_cifar10(
-    out: Path, url: str = CIFAR10_URL, on_bytes: Callable[[int, int], None] = lambda done, total: None
-) -> bool:
+def download_cifar10(out: Path, url: str = CIFAR10_URL, on_bytes: OnBytes = lambda done, total: None) -> bool:
     """Fetches CIFAR-10's binary version into a folder in `out`; False if it was there already, and good.
 
     `on_bytes(done, total)` hears of the progress; `total` is 0 where the server does not say.
@@ -33,7 +27,7 @@ def download_cifar10(
         out.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=out, prefix=".cifar10-") as temporary:
             archive = Path(temporary, "archive")
-            _fetch(url, archive, on_bytes)
+            fetch(url, archive, on_bytes)
             if _md5(archive) != CIFAR10_ARCHIVE_MD5:
                 raise GradsieveError(f"{url} gave something else than CIFAR-10: its checksum is wrong. Try again.")
             files = _unpack(archive, Path(temporary))
@@ -45,14 +39,6 @@ def download_cifar10(
             f"could not fetch {url} into {out} ({error}). Try again, or fetch and unpack it there by hand."
         ) from error
     return True
-
-
-def _fetch(url: str, path: Path, on_bytes: Callable[[int, int], None]) -> None:
-    with urlopen(url, timeout=TIMEOUT) as response, path.open("wb") as file:
-        total = int(response.headers.get("Content-Length", 0))
-        while chunk := response.read(CHUNK):
-            file.write(chunk)
-            on_bytes(file.tell(), total)
 
 
 def _unpack(archive: Path, to: Path) -> list[Path]:

@@ -2,14 +2,14 @@
 
 import os
 import tarfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from http.client import HTTPException
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from urllib.request import urlopen
 
 from ..errors import GradsieveError
+from ..runs.fetch import OnBytes, fetch
 from .corpus import languages as known_languages
 from .vocabulary import ENGLISH
 
@@ -19,16 +19,13 @@ TED_LANGUAGES = ("az", "be", "gl", "sk", "tr", "ru", "pt", "cs")
 SPLITS = ("test", "dev", "train")
 MISSING = ("__NULL__", "_ _ NULL _ _")
 """The second is what a tokenizer made of the first."""
-CHUNK = 1 << 20
-TIMEOUT = 60.0
-"""Seconds without an answer."""
 
 
 def download_ted(
     out: Path,
     languages: Sequence[str] = TED_LANGUAGES,
     url: str = TED_URL,
-    on_bytes: Callable[[int, int], None] = lambda done, total: None,
+    on_bytes: OnBytes = lambda done, total: None,
 ) -> bool:
     """Writes `SPLIT.xx-en.tsv` into `out` for each language; False if they were there already.
 
@@ -42,7 +39,7 @@ def download_ted(
         with TemporaryDirectory(dir=out, prefix=".ted-") as temporary:
             archive, texts = Path(temporary, "archive"), Path(temporary, "texts")
             texts.mkdir()
-            _fetch(url, archive, on_bytes)
+            fetch(url, archive, on_bytes)
             with tarfile.open(archive) as tar:
                 members = {Path(member.name).name: member for member in tar if member.isfile()}
                 for split in SPLITS:
@@ -94,11 +91,3 @@ def convert(lines: Iterable[bytes], out: Path, split: str, languages: Sequence[s
         if split == "train":
             raise GradsieveError(f"{where} has no sentence in the language {language}.")
         (out / f"{split}.{language}-en.tsv").unlink()
-
-
-def _fetch(url: str, path: Path, on_bytes: Callable[[int, int], None]) -> None:
-    with urlopen(url, timeout=TIMEOUT) as response, path.open("wb") as file:
-        total = int(response.headers.get("Content-Length", 0))
-        while chunk := response.read(CHUNK):
-            file.write(chunk)
-            on_bytes(file.tell(), total)
