@@ -76,14 +76,9 @@ class SetUp:
         self.recipe, self.method, self.splits, self.seed, self.device = recipe, method, splits, seed, device
         self.examples = training_set(method, splits)
         self.prepare = prepare = Preparation(recipe, splits, seed, device)
-        batches, dev_batches = (
-            Shuffled(images, size, seed, name)
-            for images, size, name in (
-                (self.examples, recipe.batch_size, "train"),
-                (splits.dev, recipe.dev_batch_size, "dev"),
-            )
-        )
-        self.stream = Stream(batches, prepare.training, device, recipe.data.workers)
+        train_batches = Shuffled(self.examples, recipe.batch_size, seed, "train")
+        dev_batches = Shuffled(splits.dev, recipe.dev_batch_size, seed, "dev")
+        self.stream = Stream(train_batches, prepare.training, device, recipe.data.workers)
         dev = Stream(dev_batches, prepare.evaluation, device, recipe.data.workers)
         channels, height, width = splits.dev.read(torch.tensor([0]))[0].shape[1:]
         shape = (channels, height, width)
