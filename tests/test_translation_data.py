@@ -22,32 +22,13 @@ from gradsieve.baselines.tcs import (
     tcs_distribution,
     uniform_distribution,
 )
-from gradsieve.translation import corpus, vocabulary
-from gradsieve.translation.corpus import (
-    Limits,
-    MultiWay,
-    fault,
-    languages,
-    load_corpus,
-    numbered,
-    read_pairs,
-    word_budget_batches,
-)
+from gradsieve.translation import corpus, ragged, vocabulary
+from gradsieve.translation.corpus import MultiWay, load_corpus, numbered
 from gradsieve.translation.demo_corpus import read_catalogue, write_demo_corpus
 from gradsieve.translation.download import download_ted
-from gradsieve.translation.vocabulary import (
-    BOS,
-    ENGLISH,
-    EOS,
-    PAD,
-    SPECIAL,
-    UNK,
-    Ragged,
-    Vocabulary,
-    distinct,
-    learn_vocabulary,
-    padded,
-)
+from gradsieve.translation.pairs import ENGLISH, Limits, fault, languages, read_pairs
+from gradsieve.translation.ragged import BOS, EOS, PAD, UNK, Ragged, padded, word_budget_batches
+from gradsieve.translation.vocabulary import SPECIAL, Vocabulary, distinct, learn_vocabulary
 
 MT8 = Path(__file__).parents[2] / "shared/data/mt8"
 PAIRS = [("bir alma", "one apple"), ("iki alma", "two apples"), ("böyük ev", "a big house")]
@@ -76,7 +57,7 @@ class TestRagged:
         assert Ragged.cat([ragged, Ragged.of([[5]]), ragged]).tolist() == [*rows, [5], *rows]
 
     def test_many_at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(vocabulary, "BLOCK", 3)
+        monkeypatch.setattr(ragged, "BLOCK", 3)
         rows = [[i] * (i % 4) for i in range(10)]
         assert Ragged.of(rows)[torch.arange(9, -1, -1)].tolist() == rows[::-1]
 

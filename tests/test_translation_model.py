@@ -11,18 +11,16 @@ from torch.nn import functional as F
 
 from gradsieve import GradsieveError, alignment
 from gradsieve.translation.decode import beam_search, longest_lengths
-from gradsieve.translation.model import (
-    LSTMTranslator,
-    TransformerTranslator,
+from gradsieve.translation.model import LSTMTranslator, build_translator
+from gradsieve.translation.ragged import BOS, EOS, PAD
+from gradsieve.translation.transformer import TransformerTranslator, sinusoids
+from gradsieve.translation.translator import (
     TranslationBatch,
     Translator,
-    build_translator,
     reordered,
     reversed_within,
-    sinusoids,
     translation_loss,
 )
-from gradsieve.translation.vocabulary import BOS, EOS, PAD
 
 NAMES = ("lstm", "transformer")
 SPECIAL = 4

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ..errors import GradsieveError
 from ..parameters import untouched
-from .model import Translator, reordered
-from .vocabulary import BOS, EOS, PAD
+from .ragged import BOS, EOS, PAD
+from .translator import Translator, reordered
 
 SLACK = 10
 """Pieces that even the translation of a single piece may have, beyond `max_ratio`."""

@@ -10,8 +10,8 @@ from tempfile import TemporaryDirectory
 
 from ..errors import GradsieveError
 from ..runs.fetch import OnBytes, fetch
-from .corpus import languages as known_languages
-from .vocabulary import ENGLISH
+from .pairs import ENGLISH
+from .pairs import languages as known_languages
 
 TED_URL = "http://phontron.com/data/ted_talks.tar.gz"
 TED_LANGUAGES = ("az", "be", "gl", "sk", "tr", "ru", "pt", "cs")
