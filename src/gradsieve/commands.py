@@ -1,7 +1,7 @@
 """The subcommands, as typer reads them."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -9,6 +9,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from . import __version__
+
+if TYPE_CHECKING:
+    import torch
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -151,7 +154,7 @@ def download(
     console.print(f"CIFAR-10 {'is' if fetched else 'was already'} in {out}, checked.", highlight=False, markup=False)
 
 
-def _device(name: str):  # type: ignore[no-untyped-def]
+def _device(name: str) -> "torch.device":
     import torch
 
     from .errors import GradsieveError

@@ -6,6 +6,7 @@
     final/model.safetensors  final/scorer.safetensors
     best/step-N.safetensors                  the parameters that dev chose
     scores/step-N.safetensors                each training example's latest weight, float16, 1 is uniform
+    damaged.safetensors                      which training examples were damaged, where that is known
     checkpoints/step-N/                      tensors.safetensors, state.json
 """
 
