@@ -18,7 +18,7 @@ from zoo import KINDS, Batch, cross_entropy, differences, fingerprint, make, mlp
 
 from gradsieve import DDS, ConvScorer, GradsieveError, MLPScorer, SignalScorer, StepRecord
 from gradsieve.optimizers import adam_derivative
-from gradsieve.scorer import climb, psi_objective
+from gradsieve.scorer import climb, outlook, price_of_uneven_weights, psi_objective
 
 
 class Constant(nn.Module):
@@ -87,7 +87,7 @@ def unrolled(name: str, optimizer: Optimizer, p: Tensor, theta: Tensor, x: Tenso
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize(("mix", "bound", "caution"), [(0.0, 2.0, 0.0), (0.3, None, 0.0), (0.1, 2.0, 0.25)])
+@pytest.mark.parametrize(("mix", "bound", "caution"), [(0.0, 2.0, 0.0), (0.3, None, 0.0), (0.1, 2.0, 4.0)])
 def test_psi_gradient_is_the_derivative_of_the_dev_loss(
     name: str, mix: float, bound: float | None, caution: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,7 +136,7 @@ def test_psi_gradient_is_the_derivative_of_the_dev_loss(
     record = dds.step()
     assert record is not None
     assert record.skipped is None
-    price = caution * record.rewards.std(correction=0) * (len(p) * weights.square().sum() - 1)
+    price = caution * dds._outlook * record.rewards.std(correction=0) * (len(p) * weights.square().sum() - 1)
     expected = torch.autograd.grad(surrogate + price, list(psi.values()))
     wanted, got = torch.cat([e.flatten() for e in expected]), torch.cat([s.flatten() for s in seen])
     assert float((wanted - got).norm() / wanted.norm()) < 1e-6
@@ -144,14 +144,31 @@ def test_psi_gradient_is_the_derivative_of_the_dev_loss(
 
 def test_with_caution_the_best_weights_are_linear_in_the_rewards() -> None:
     rewards = torch.randn(12).double()
+    price = 2.0 * rewards.std(correction=0)
     scores = torch.zeros(12, dtype=torch.float64, requires_grad=True)
     optimizer = Adam([scores], lr=0.01)
     for _ in range(3000):
         optimizer.zero_grad()
-        (-psi_objective(scores, torch.softmax(scores, 0), rewards, "expectation", caution=2.0)).backward()
+        (-psi_objective(scores, torch.softmax(scores, 0), rewards, "expectation", price)).backward()
         optimizer.step()
-    best = 1 + (rewards - rewards.mean()) / (2 * 2.0 * rewards.std(correction=0))
+    best = 1 + (rewards - rewards.mean()) / (2 * price)
     torch.testing.assert_close(12 * torch.softmax(scores.detach(), 0), best, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("mean", "expected"), [(0.3, 0.3), (0.0, 0.01), (-0.3, 0.01), (50.0, 1.0)])
+def test_uneven_weights_cost_as_much_as_plain_training_brings(mean: float, expected: float) -> None:
+    rewards = torch.randn(64)
+    rewards = 2 * ((rewards - rewards.mean()) / rewards.std(correction=0) + mean)
+    seen = torch.tensor(0.1)
+    for _ in range(1000):
+        seen = outlook(seen, rewards)
+    assert float(price_of_uneven_weights(8.0, seen, rewards)) == pytest.approx(8 * expected * 2, rel=1e-3)
+    assert float(price_of_uneven_weights(0.0, seen, rewards)) == 0
+
+
+def test_equal_rewards_leave_the_outlook_finite() -> None:
+    assert 0 < float(outlook(torch.tensor(0.1), torch.ones(4))) < 1
+    assert float(outlook(torch.tensor(0.1), torch.zeros(1))) == pytest.approx(0.099)
 
 
 def test_a_scorer_learns_the_same_from_channels_last_images() -> None:

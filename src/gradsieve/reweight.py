@@ -27,6 +27,7 @@ from .sampling import ScoreSampler
 from .scorer import (
     CAUTION,
     MAX_LOGIT,
+    OUTLOOK_START,
     PSI_GRADIENTS,
     bounded,
     checked_scores,
@@ -35,6 +36,8 @@ from .scorer import (
     effective_sample_size,
     example_weights,
     learned,
+    outlook,
+    price_of_uneven_weights,
     psi_objective,
 )
 
@@ -92,8 +95,8 @@ class DDS:
         update_every: update the scorer at every k-th step. Weights are computed at every step.
         max_logit: scores are bounded to +-max_logit by tanh; None for no bound.
         uniform_mix: share of each weight that is simply 1/B.
-        caution: the price of uneven weights; the higher, the better psi must foresee rewards to leave 1/B. None, as in
-            the paper, at 0; see `psi_objective` in scorer.py.
+        caution: the price of uneven weights, in units of what a plain step does for dev: it falls as that does. At 0
+            there is none, as in the paper; see `price_of_uneven_weights` in scorer.py.
         dev_mode: ``"train"`` runs the dev batch with every module in the mode that it trains in, BatchNorm thus on the
             dev batch's own statistics. ``"eval"``, as the authors do, with running statistics and without dropout.
             Neither changes the statistics.
@@ -168,6 +171,7 @@ class DDS:
 
         self.steps = 0
         self._skipped = torch.zeros((), dtype=torch.long, device=device)
+        self._outlook = torch.full((), OUTLOOK_START, device=device)
         self._direction: dict[str, Tensor] = {}
         self._forward: _Forward | None = None
         self._warned = False
@@ -232,7 +236,9 @@ class DDS:
         }
         good = torch.stack(list(finite.values())).all()
         if self.scorer_optimizer is not None and forward.logits.requires_grad:
-            objective = psi_objective(forward.logits, forward.weights, r, self.psi_gradient, self.caution)
+            self._outlook = torch.where(good, outlook(self._outlook, r), self._outlook)
+            price = price_of_uneven_weights(self.caution, self._outlook, r)
+            objective = psi_objective(forward.logits, forward.weights, r, self.psi_gradient, price)
             finite["psi gradient"] = climb(self.scorer_optimizer, objective, good) | ~good
             good = good & finite["psi gradient"]
         self._skipped += ~good
@@ -285,6 +291,7 @@ class DDS:
         return {
             "steps": self.steps,
             "skipped": self._skipped.clone(),
+            "outlook": self._outlook.clone(),
             "scorer": self.scorer.state_dict(),
             "scorer_optimizer": self.scorer_optimizer.state_dict() if self.scorer_optimizer else None,
             "direction": dict(self._direction),
@@ -301,4 +308,5 @@ class DDS:
         self.dev.load_state_dict(state["dev"])
         self.steps = state["steps"]
         self._skipped = state["skipped"].to(self.stream.device).clone()
+        self._outlook = state["outlook"].to(self.stream.device).clone()
         self._forward = None

@@ -16,8 +16,11 @@ MAX_LOGIT = 2.0
 
 SCORER_LR = 3e-3
 
-CAUTION = 0.5
+CAUTION = 8.0
 """The default price of uneven weights, chosen by the table "Caution" in RESULTS.md."""
+
+LEAST_OUTLOOK = 0.01
+OUTLOOK_START, OUTLOOK_RATE = 0.1, 0.01
 
 PSI_GRADIENTS = ("expectation", "algorithm1")
 
@@ -38,21 +41,36 @@ def effective_sample_size(weights: Tensor) -> Tensor:
     return 1 / weights.square().sum()
 
 
-def psi_objective(scores: Tensor, weights: Tensor, rewards: Tensor, form: str, caution: float = 0.0) -> Tensor:
+def outlook(before: Tensor, rewards: Tensor) -> Tensor:
+    """A running mean of ``mean_i r_i / sigma_r``: what a plain step still does for dev, beside how examples differ."""
+    now = rewards.mean() / rewards.std(correction=0).clamp_min(1e-30)
+    return before.lerp(now.clamp(-1, 1).to(before), OUTLOOK_RATE)
+
+
+def price_of_uneven_weights(caution: float, outlook: Tensor, rewards: Tensor) -> Tensor:
+    """C max(outlook, 0.01) sigma_r, which is c times the mean reward while plain training goes well.
+
+    The reward is a first derivative: it does not see that the noise of a step grows with sum w^2, nor that a few dev
+    examples are not all. While every example helps, that is a bad exchange. Once the mean reward is gone, because
+    the model has learned what the data agree on and goes on to learn what they do not, it is a good one.
+    """
+    return caution * outlook.clamp_min(LEAST_OUTLOOK) * rewards.std(correction=0)
+
+
+def psi_objective(scores: Tensor, weights: Tensor, rewards: Tensor, form: str, price: Tensor | float = 0.0) -> Tensor:
     """What psi climbs; its gradient is d_psi. `rewards` are constants.
 
     - ``"expectation"``, Eq. 6 over the batch: ``sum_i r_i grad w_i``, which is ``sum_i p_i r_i grad log p_i`` as
       long as nothing is mixed in; the exact derivative of the dev loss through the weighted step.
     - ``"algorithm1"``, as printed there: ``1/B sum_i r_i grad log p_i``. The two agree while p is uniform.
 
-    `caution` c subtracts ``c sigma_r (B sum_i w_i^2 - 1)``. The reward is a first derivative: it does not see that the
-    noise of a step grows with sum w^2, so without a price psi would go to extremes for the least gain. With it the best
-    weights are ``B w_i = 1 + (r_i - mean r) / (2 c sigma_r)``, r_i as far as psi can foresee it: where scores
-    foretell little, weights stay close to 1/B.
+    A `price` P subtracts ``P (B sum_i w_i^2 - 1)``. Without one psi goes to extremes for the least gain. With it the
+    best weights are ``B w_i = 1 + (r_i - mean r) / 2P``, r_i as far as psi can foresee it: where scores tell little,
+    weights stay close to 1/B.
     """
     r = rewards.detach()
     gain = (r * weights).sum() if form == "expectation" else (r * torch.log_softmax(scores, dim=0)).mean()
-    return gain - caution * r.std(correction=0) * (len(r) * weights.square().sum() - 1)
+    return gain - price * (len(r) * weights.square().sum() - 1)
 
 
 def climb(optimizer: Optimizer, objective: Tensor, good: Tensor) -> Tensor:
