@@ -6,6 +6,7 @@ psi climbs  E_{i ~ p} [ r_i grad log p_i ]       (6)
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.optim import Adam, Optimizer
 
 from .errors import GradsieveError
@@ -19,8 +20,9 @@ SCORER_LR = 3e-3
 CAUTION = 8.0
 """The default price of uneven weights, chosen by the table "Caution" in RESULTS.md."""
 
-LEAST_OUTLOOK = 0.01
 OUTLOOK_START, OUTLOOK_RATE = 0.1, 0.01
+OUTLOOK_BEND = 0.03
+"""How gently the price fades where the outlook is near 0."""
 
 PSI_GRADIENTS = ("expectation", "algorithm1")
 
@@ -48,13 +50,13 @@ def outlook(before: Tensor, rewards: Tensor) -> Tensor:
 
 
 def price_of_uneven_weights(caution: float, outlook: Tensor, rewards: Tensor) -> Tensor:
-    """C max(outlook, 0.01) sigma_r, which is c times the mean reward while plain training goes well.
+    """C sigma_r softplus(outlook): c times the mean reward while plain training goes well, next to nothing when not.
 
     The reward is a first derivative: it does not see that the noise of a step grows with sum w^2, nor that a few dev
     examples are not all. While every example helps, that is a bad exchange. Once the mean reward is gone, because
     the model has learned what the data agree on and goes on to learn what they do not, it is a good one.
     """
-    return caution * outlook.clamp_min(LEAST_OUTLOOK) * rewards.std(correction=0)
+    return caution * F.softplus(outlook, beta=1 / OUTLOOK_BEND) * rewards.std(correction=0)
 
 
 def psi_objective(scores: Tensor, weights: Tensor, rewards: Tensor, form: str, price: Tensor | float = 0.0) -> Tensor:
