@@ -27,7 +27,7 @@ from gradsieve.translation.corpus import MultiWay, load_corpus, numbered
 from gradsieve.translation.demo_corpus import read_catalogue, write_demo_corpus
 from gradsieve.translation.download import download_ted
 from gradsieve.translation.pairs import ENGLISH, Limits, fault, languages, read_pairs
-from gradsieve.translation.ragged import BOS, EOS, PAD, UNK, Ragged, padded, word_budget_batches
+from gradsieve.translation.ragged import BOS, EOS, PAD, UNK, Ragged, cut_by_words, padded
 from gradsieve.translation.vocabulary import SPECIAL, Vocabulary, distinct, learn_vocabulary
 
 MT8 = Path(__file__).parents[2] / "shared/data/mt8"
@@ -271,8 +271,9 @@ class TestMultiWay:
     def test_sources_are_of_the_language_drawn(self, loaded: MultiWay, words: Vocabulary) -> None:
         targets = torch.randint(len(loaded), (200,), generator=generator(1))
         groups = torch.multinomial(uniform_distribution(loaded.available[targets]), 1, generator=generator(2))[:, 0]
-        drawn = loaded.source(targets, groups, generator(3)).tolist()
-        assert drawn == loaded.source(targets, groups, generator(3)).tolist()
+        rows = loaded.draw_sources(targets, groups, generator(3))
+        assert torch.equal(rows, loaded.draw_sources(targets, groups, generator(3)))
+        drawn = loaded.source(groups, rows).tolist()
         english = words.decode(loaded.targets[targets].tolist())
         known = [Counter(), Counter()]  # type: ignore[var-annotated]
         for table, language, pairs in zip(known, ("az", "tr"), (AZ, TR), strict=True):
@@ -280,19 +281,21 @@ class TestMultiWay:
             table.update((tuple(i), e) for i, (_, e) in zip(ids, pairs, strict=True))
         for source, text, group in zip(drawn, english, groups.tolist(), strict=True):
             assert (tuple(source), text) in known[group]
-        assert len(loaded.source(targets[:0], groups[:0], generator())) == 0
+        assert len(loaded.source(groups[:0], loaded.draw_sources(targets[:0], groups[:0], generator()))) == 0
 
     def test_all_sources_of_a_target_are_drawn_alike(self, loaded: MultiWay, words: Vocabulary) -> None:
         english = words.decode(loaded.targets.tolist())
         targets = torch.full((3000,), english.index("apple 21 house big book"))
-        drawn = Counter(map(tuple, loaded.source(targets, torch.ones_like(targets), generator()).tolist()))
+        groups = torch.ones_like(targets)
+        rows = loaded.draw_sources(targets, groups, generator())
+        drawn = Counter(map(tuple, loaded.source(groups, rows).tolist()))
         assert len(drawn) == 3
         assert min(drawn.values()) > 850
 
     def test_a_language_that_lacks_the_target(self, loaded: MultiWay) -> None:
         target = (~loaded.available[:, 0]).nonzero()[:1, 0]
         with pytest.raises(GradsieveError, match="az was drawn for a target that has no source"):
-            loaded.source(target, torch.zeros_like(target), generator())
+            loaded.draw_sources(target, torch.zeros_like(target), generator())
 
     def test_the_checksum_is_the_texts(self, loaded: MultiWay, folder: Path, tmp_path: Path, words: Vocabulary) -> None:
         for name in ("train.az-en.tsv", "dev.az-en.tsv", "test.az-en.tsv"):
@@ -332,42 +335,15 @@ class TestMultiWay:
 
 
 class TestBatches:
-    @given(st.lists(st.integers(1, 50), max_size=60), st.integers(1, 120), st.integers(1, 20), st.integers(0, 9))
-    def test_every_item_once_within_the_budget(self, lengths: list[int], budget: int, window: int, seed: int) -> None:
-        sizes = torch.tensor(lengths, dtype=torch.long)
-        batches = word_budget_batches(sizes, budget, generator=generator(seed), window=window)
-        assert sorted(i for batch in batches for i in batch.tolist()) == list(range(len(lengths)))
-        slow = slow_batches(lengths, budget, window, seed)
+    @given(st.lists(st.integers(1, 50), max_size=60), st.integers(1, 120))
+    def test_every_item_once_within_the_budget(self, lengths: list[int], budget: int) -> None:
+        batches = cut_by_words(torch.tensor(lengths, dtype=torch.long), budget)
+        slow: list[list[int]] = []
+        for item, length in enumerate(lengths):
+            if not slow or sum(lengths[i] for i in slow[-1]) + length > budget:
+                slow.append([])
+            slow[-1].append(item)
         assert [batch.tolist() for batch in batches] == slow
-        for batch in slow:
-            assert len(batch) == 1 or sum(lengths[i] for i in batch) <= budget
-
-    def test_they_are_nearly_full_and_of_one_length(self) -> None:
-        lengths = torch.randint(2, 60, (20_000,), generator=generator())
-        batches = word_budget_batches(lengths, 1500, generator=generator())
-        assert sum(len(b) for b in batches) == 20_000
-        assert lengths.sum() / (1500 * len(batches)) > 0.95
-        assert sum(float(lengths[b].max() * len(b)) for b in batches) < 1.05 * lengths.sum()
-
-    def test_they_follow_the_generator(self) -> None:
-        lengths = torch.randint(2, 60, (500,), generator=generator())
-        one, two, other = (word_budget_batches(lengths, 99, generator=generator(seed)) for seed in (1, 1, 2))
-        assert [b.tolist() for b in one] == [b.tolist() for b in two] != [b.tolist() for b in other]
-
-
-def slow_batches(lengths: list[int], budget: int, window: int, seed: int) -> list[list[int]]:
-    chance = generator(seed)
-    order = torch.randperm(len(lengths), generator=chance).tolist()
-    batches: list[list[int]] = []
-    for begin in range(0, len(order), window):
-        batch: list[int] = []
-        for item in sorted(order[begin : begin + window], key=lambda i: lengths[i]):
-            if batch and sum(lengths[i] for i in batch) + lengths[item] > budget:
-                batches.append(batch)
-                batch = []
-            batch.append(item)
-        batches.append(batch)
-    return [batches[i] for i in torch.randperm(len(batches), generator=chance).tolist()]
 
 
 def rows_of(items: int, groups: int, seed: int) -> torch.Tensor:

@@ -19,6 +19,7 @@ from gradsieve.translation.translator import (
     Translator,
     reordered,
     reversed_within,
+    translation_batch,
     translation_loss,
 )
 
@@ -46,7 +47,8 @@ def padded(rows: list[Tensor], extra: int = 0) -> Tensor:
 def batch_of(sources: list[Tensor], targets: list[Tensor], extra: int = 0) -> TranslationBatch:
     bos, eos = torch.tensor([BOS]), torch.tensor([EOS])
     lengths = torch.tensor([len(s) for s in sources])
-    return TranslationBatch(padded(sources, extra), lengths, padded([torch.cat([bos, t, eos]) for t in targets], extra))
+    wanted = [torch.cat([bos, t, eos]) for t in targets]
+    return translation_batch(padded(sources, extra), lengths, padded(wanted, extra))
 
 
 def sentences(count: int, pieces: int, longest: int = 7) -> list[Tensor]:
@@ -66,9 +68,9 @@ def rows_of(batch: TranslationBatch, index: list[int]) -> TranslationBatch:
 @pytest.mark.parametrize("name", NAMES)
 def test_shapes(name: str) -> None:
     batch, model = random_batch(), tiny(name)
-    given, keep = batch.target[:, :-1], batch.target[:, 1:] != PAD
+    given, count = batch.target[:, :-1], int((batch.target[:, 1:] != PAD).sum())
     assert model(batch.source, batch.source_lengths, given).shape == (*given.shape, 11)
-    assert model(batch.source, batch.source_lengths, given, keep).shape == (int(keep.sum()), 11)
+    assert model(batch.source, batch.source_lengths, given, batch.places).shape == (count, 11)
     assert translation_loss(model, batch).shape == (5,)
 
 
@@ -344,7 +346,7 @@ def test_learns_to_reverse_sentences(name: str) -> None:
     batch = batch_of(sources, targets)
     model = build_translator(name, 13, 13, hidden=64, embedding=32, dropout=0.0, layers=1, heads=2)
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
-    for _ in range(200):
+    for _ in range(300):
         optimizer.zero_grad()
         translation_loss(model, batch, reduction="mean").mean().backward()
         optimizer.step()

@@ -47,18 +47,26 @@ class GradientStore:
         tensors = list(gradients.values() if isinstance(gradients, Mapping) else gradients)
         if not tensors:
             raise GradsieveError("observe() was given no gradients: call it after backward(), before zero_grad().")
-        flat = torch.cat([t.detach().flatten().float() for t in tensors])  # (P,)
-        vector = flat if self.projection is None else self._projected(flat)
+        vectors = [t.detach().flatten() for t in tensors] if self.projection is None else [self._projected(tensors)]
+        length = sum(map(len, vectors))
         if self.vectors is None:
-            self.vectors = torch.zeros(self.num_groups, len(vector), dtype=self.dtype, device=vector.device)
-        if self.vectors.shape[1] != len(vector):
+            self.vectors = torch.zeros(self.num_groups, length, dtype=self.dtype, device=vectors[0].device)
+        if self.vectors.shape[1] != length:
             raise GradsieveError(
-                f"observe() was given {len(vector):,} numbers, but {self.vectors.shape[1]:,} before: "
+                f"observe() was given {length:,} numbers, but {self.vectors.shape[1]:,} before: "
                 "give the gradients of the same parameters every time, zeros where one has none."
             )
+        for part, vector in zip(self.vectors[group].split([len(v) for v in vectors]), vectors, strict=True):
+            self._decay_and_add(part, vector)
+
+    def _decay_and_add(self, part: Tensor, vector: Tensor) -> None:
+        """One pass over the memory where it can be: that is most of what DDS costs here."""
         keep, take = self.decay
-        # Sums are made in float32: small gradients would be rounded away beside a large sum.
-        self.vectors[group] = (keep * self.vectors[group].float() + take * vector).to(self.dtype)
+        vector = vector if take == 1 else take * vector
+        if part.dtype == vector.dtype:
+            torch.add(vector, part, alpha=keep, out=part)
+        else:  # sums are made in float32: small gradients would be rounded away beside a large sum
+            part.copy_(vector.float().add(part.float(), alpha=keep))
 
     def rewards(self, target: int, *, cosine: bool = True) -> Tensor:
         """``grad[S_i] . grad[S]``, or its cosine, for every group, (n,). Zero for a group that was never observed."""
@@ -71,8 +79,9 @@ class GradientStore:
         norms = torch.stack([v.float().norm() for v in self.vectors])
         return products / (norms * norms[target]).clamp_min(1e-30)
 
-    def _projected(self, flat: Tensor) -> Tensor:
+    def _projected(self, tensors: Sequence[Tensor]) -> Tensor:
         assert self.projection is not None
+        flat = torch.cat([t.detach().flatten().float() for t in tensors])  # (P,)
         if self._buckets is None or len(self._buckets) != len(flat):
             generator = torch.Generator().manual_seed(self.seed)
             buckets = torch.randint(2 * self.projection, (len(flat),), generator=generator, dtype=torch.int32)

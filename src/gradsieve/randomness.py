@@ -4,6 +4,7 @@ The reward pass must see the dropout masks of the training forward, and nothing 
 random numbers that the user's own training draws.
 """
 
+import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,12 @@ from torch import Tensor
 
 RandomState = dict[str, Tensor]
 """Device type -> generator state. The states live on the host: reading them waits for no device."""
+
+
+def seeded(*parts: object, device: torch.device | None = None) -> torch.Generator:
+    """A generator for just this purpose: ``seeded(seed, "order", epoch)``."""
+    digest = hashlib.sha256(repr(parts).encode()).digest()
+    return torch.Generator(device or "cpu").manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
 
 def random_state(device: torch.device) -> RandomState:

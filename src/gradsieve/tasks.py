@@ -5,10 +5,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from .errors import GradsieveError
-from .images.methods import METHODS
+from .images import methods as image_methods
+from .images import train as image_training
 from .images.recipe import ImageRecipe
-from .images.train import check, train
 from .runs.recipe import Recipe, load_recipe
+from .translation import methods as translation_methods
+from .translation import train as translation_training
+from .translation.recipe import TranslationRecipe
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,12 @@ class Task:
     """``check(recipe, method, data=, device=)`` raises what `train` would refuse."""
 
 
-TASKS = {"images": Task(ImageRecipe, METHODS, "accuracy", train, check)}
+TASKS = {
+    "images": Task(ImageRecipe, image_methods.METHODS, "accuracy", image_training.train, image_training.check),
+    "translation": Task(
+        TranslationRecipe, translation_methods.METHODS, "bleu", translation_training.train, translation_training.check
+    ),
+}
 
 
 def recipe_of(name: str, overrides: Sequence[str] = ()) -> Recipe:

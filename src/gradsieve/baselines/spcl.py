@@ -6,6 +6,7 @@
 The curriculum region of the paper is empty here: no prior knowledge orders the examples.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -35,18 +36,28 @@ class SPCL(Weighting):
         loss_fn: ``loss_fn(model, batch) -> (B,)``, one loss per example.
         full_at: the step from which on every example takes part.
         start: the share that does at first.
+        difficulty: ``difficulty(batch, losses) -> (B,)``, what is easy; by default the losses themselves.
 
     Needs no dev set and costs nothing beyond plain training.
     """
 
-    def __init__(self, model: nn.Module, loss_fn: LossFn, *, full_at: int, start: float = 0.5):
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFn,
+        *,
+        full_at: int,
+        start: float = 0.5,
+        difficulty: Callable[[Any, Tensor], Tensor] = lambda batch, losses: losses,
+    ):
         if full_at < 1:
             raise GradsieveError(f"full_at, the step that first uses every example, must be 1 or more, not {full_at}.")
         if not 0 < start <= 1:
             raise GradsieveError(f"start, the share of each batch used at first, must lie in (0, 1], not {start}.")
         super().__init__(model, loss_fn)
-        self.full_at, self.start = full_at, start
+        self.full_at, self.start, self.difficulty = full_at, start, difficulty
 
     def _weigh(self, batch: Any, losses: Tensor) -> StepRecord:
-        weights = self_paced_weights(losses, pace(self.steps, self.full_at, self.start))
+        share = pace(self.steps, self.full_at, self.start)
+        weights = self_paced_weights(self.difficulty(batch, losses), share)
         return self._record(weights, {"loss": losses.isfinite().all()})

@@ -5,12 +5,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from ..runs.recipe import Count, Number, Recipe, Settings, Share
+from ..runs.recipe import Count, NotNegative, Number, Positive, PositiveShare, Recipe, Settings, Share
 from ..scorer import CAUTION, MAX_LOGIT, SCORER_LR
 
-Positive = Annotated[Number, Field(gt=0)]
-PositiveShare = Annotated[Number, Field(gt=0, le=1)]
-NotNegative = Annotated[Number, Field(ge=0)]
 Reward = Literal["finite_difference", "jvp", "per_example"]
 DevMode = Literal["train", "eval"]
 

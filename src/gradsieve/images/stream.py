@@ -1,6 +1,5 @@
 """Batches as a pure function of seed and step: whoever knows the step can go on from there."""
 
-import hashlib
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,6 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ..errors import GradsieveError
 from ..parameters import to_device
+from ..randomness import seeded
 from .data import ImageSet
 
 Batch = tuple[Tensor, Tensor, Tensor]
@@ -18,12 +18,6 @@ Batch = tuple[Tensor, Tensor, Tensor]
 
 SHARDS_AT_ONCE = 16
 """A pass over shards mixes the examples of this many."""
-
-
-def seeded(*parts: object, device: torch.device | None = None) -> torch.Generator:
-    """A generator for just this purpose: ``seeded(seed, "order", epoch)``."""
-    digest = hashlib.sha256(repr(parts).encode()).digest()
-    return torch.Generator(device or "cpu").manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
 
 class Shuffled(Dataset[Batch]):

@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ..errors import GradsieveError
 from ..parameters import to_device, untouched
-from ..randomness import RandomStream
+from ..randomness import RandomStream, seeded
 from ..runs.directory import RunDirectory
 from ..runs.journal import Journal
 from ..runs.progress import Progress
@@ -25,7 +25,7 @@ from .load import load_splits
 from .methods import METHODS, Bench, training_set
 from .models import build_model
 from .recipe import ImageRecipe, OptimizerSettings
-from .stream import InOrder, Shuffled, Stream, seeded
+from .stream import InOrder, Shuffled, Stream
 
 EVALUATION_BATCH = 500
 
@@ -144,13 +144,13 @@ def _trained(setup: SetUp, run: RunDirectory, progress: Progress) -> dict[str, A
         if average is not None:
             average.update_parameters(model)
         step += 1
-        journal.after_step(step, loss, record, batch[2])
+        journal.after_step(step, loss, record, index=batch[2])
 
     if (scorer := getattr(way, "scorer", None)) is not None:
         run.save_tensors("final/scorer", scorer.state_dict())
     if setup.splits.damaged is not None:
         run.save_tensors("damaged", {"damaged": setup.splits.damaged})
-    return journal.result(lambda: setup.evaluate(setup.splits.test)) | {"skipped": getattr(way, "skipped", 0)}
+    return journal.result(lambda which: setup.evaluate(setup.splits.test)) | {"skipped": getattr(way, "skipped", 0)}
 
 
 def cross_entropy(model: nn.Module, batch: Any) -> Tensor:

@@ -13,12 +13,18 @@ from torch.optim import Optimizer
 from ..errors import GradsieveError
 from ..optimizers import load_optimizer
 from ..randomness import random_state, set_random_state
-from ..record import StepRecord
+from ..record import GroupRecord, StepRecord
 from .directory import RunDirectory, numbered
 from .progress import Progress
 from .recipe import Recipe
 
 Metrics = dict[str, float]
+
+
+def first_is_higher(new: Metrics, old: Metrics) -> bool:
+    """Whether `new` is to be preferred: the first metric decides, and of equals the later one."""
+    name = next(iter(new))
+    return new[name] >= old[name]
 
 
 class Journal:
@@ -28,14 +34,15 @@ class Journal:
         while step < recipe.steps:
             ...                                        # one training step
             step += 1
-            journal.after_step(step, loss, record, index)
+            journal.after_step(step, loss, record, index=index)
         result = journal.result(evaluate_test)
 
     Args:
         parts: everything with a state that a resumed run needs, by name.
         evaluated: the module whose parameters are measured and kept.
-        evaluate_dev: gives its metrics; the first one chooses the best step.
-        num_examples: size of the training set, for the latest weight of each example.
+        evaluate_dev: gives its metrics, the most telling one first.
+        better: ``better(new, old)`` chooses the best step by them.
+        num_examples: size of the training set, for the latest weight of each example; 0 where examples have none.
     """
 
     def __init__(
@@ -46,12 +53,13 @@ class Journal:
         *,
         evaluated: nn.Module,
         evaluate_dev: Callable[[], Metrics],
-        num_examples: int,
+        better: Callable[[Metrics, Metrics], bool] = first_is_higher,
+        num_examples: int = 0,
         device: torch.device,
         progress: Progress,
     ):
         self.run, self.recipe, self.parts, self.progress = run, recipe, parts, progress
-        self.evaluated, self.evaluate_dev, self.device = evaluated, evaluate_dev, device
+        self.evaluated, self.evaluate_dev, self.better, self.device = evaluated, evaluate_dev, better, device
         self.latest = torch.full((num_examples,), torch.nan, dtype=torch.float16, device=device)  # 1 is uniform
         self.share, self.updates = torch.zeros((), device=device), 0
         self.best: dict[str, Any] = {"step": 0, "dev": None}
@@ -73,9 +81,20 @@ class Journal:
         self.clock = time.perf_counter()
         return step
 
-    def after_step(self, step: int, loss: Tensor, record: StepRecord | None, index: Tensor) -> None:
-        """Notes the step, and does what is due after it. Waits for the device only then."""
-        if record is not None:
+    def after_step(
+        self,
+        step: int,
+        loss: Tensor,
+        record: StepRecord | GroupRecord | None,
+        *,
+        index: Tensor | None = None,
+        figures: Callable[[], Mapping[str, Any]] = dict,
+    ) -> None:
+        """Notes the step, and does what is due after it. Waits for the device only then.
+
+        `index` tells which examples the weights of a StepRecord are for; `figures` gives more for the log.
+        """
+        if isinstance(record, StepRecord) and index is not None:
             self.latest[index] = (record.weights * len(record.weights)).half()
             self.share += record.effective_sample_size / len(record.weights)
             self.updates += 1
@@ -88,9 +107,9 @@ class Journal:
             recipe.checkpoint_every,
         )
         log, scores, evaluate, checkpoint = (step % every == 0 or step == recipe.steps for every in moments)
-        if log:
+        if log or isinstance(record, GroupRecord):  # which come seldom
             line = {"step": step, "loss": loss.item()}
-            self.run.log(line | (record.to_dict() if record is not None else {}))
+            self.run.log(line | (record.to_dict() if record is not None else {}) | dict(figures()))
             self.progress.tell(step, loss=line["loss"])
         if not (scores or evaluate or checkpoint):
             return
@@ -103,29 +122,30 @@ class Journal:
             self._checkpoint(step)
         self.clock = time.perf_counter()
 
-    def result(self, evaluate_test: Callable[[], Metrics]) -> dict[str, Any]:
-        """What is measured on test, once, after training: the last parameters, and those that dev chose."""
+    def result(self, evaluate_test: Callable[[str], Metrics]) -> dict[str, Any]:
+        """What is measured on test, once, after training: the "last" parameters, and the "best", which dev chose."""
         self.run.save_tensors("final/model", self.evaluated.state_dict())
-        last = evaluate_test()
+        last = evaluate_test("last")
         self.evaluated.load_state_dict(load_file(self._best_file()))
-        best = last if self.best["step"] == self.recipe.steps else evaluate_test()
+        best = last if self.best["step"] == self.recipe.steps else evaluate_test("best")
         self.progress.end()
-        return {
+        found = {
             "steps": self.recipe.steps,
             "seconds": self.seconds,
             "test": last,
             "test_best_by_dev": best,
             "dev_best": self.best["dev"],
             "best_step": self.best["step"],
-            "effective_share": (self.share / self.updates).item() if self.updates else 1.0,
         }
+        if len(self.latest):
+            found["effective_share"] = (self.share / self.updates).item() if self.updates else 1.0
+        return found
 
     def _evaluate(self, step: int) -> None:
         metrics = self.evaluate_dev()
-        name = next(iter(metrics))
         self.run.log({"step": step, "seconds": self.seconds, "dev": metrics})
-        self.progress.tell(step, dev=metrics[name])
-        if self.best["dev"] is None or metrics[name] >= self.best["dev"][name]:
+        self.progress.tell(step, dev=next(iter(metrics.values())))
+        if self.best["dev"] is None or self.better(metrics, self.best["dev"]):
             self.best = {"step": step, "dev": metrics}
             self.run.save_tensors(f"best/{numbered(step)}", self.evaluated.state_dict())
 

@@ -44,6 +44,11 @@ class Progress:
         if done and not self.quiet:
             self.console.print(f"{title}: going on from step {done:,}", soft_wrap=True)
 
+    def note(self, text: str) -> None:
+        """A line that stays."""
+        if not self.quiet:
+            self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
     def advance(self, step: int) -> None:
         self.bar.update(self.task, completed=step)
 

@@ -49,17 +49,25 @@ class MultiWay:
         group = self.languages.index(language)
         return self.sources[group], self.source_targets[group]
 
-    def source(self, targets: Tensor, groups: Tensor, generator: torch.Generator) -> Ragged:
-        """A source for each target, in the language drawn for it; at random where that language has several."""
+    def draw_sources(self, targets: Tensor, groups: Tensor, generator: torch.Generator) -> Tensor:
+        """For each target, (N,), which source of the language drawn for it: at random where that has several."""
         chance = torch.rand(len(targets), dtype=torch.float64, generator=generator)
-        parts, places = [Ragged.of([])], [torch.zeros(0, dtype=torch.long)]
+        rows = torch.zeros(len(targets), dtype=torch.long)
         for group in groups.unique().tolist():
             (place,) = torch.where(groups == group)
             first = torch.searchsorted(self.source_targets[group], targets[place])
             count = torch.searchsorted(self.source_targets[group], targets[place], right=True) - first
             if not bool(count.all()):
                 raise GradsieveError(f"{self.languages[group]} was drawn for a target that has no source in it.")
-            parts.append(self.sources[group][first + (chance[place] * count).long()])
+            rows[place] = first + (chance[place] * count).long()
+        return rows
+
+    def source(self, groups: Tensor, rows: Tensor) -> Ragged:
+        """The sources in these languages at these places, in that order."""
+        parts, places = [Ragged.of([])], [torch.zeros(0, dtype=torch.long)]
+        for group in groups.unique().tolist():
+            (place,) = torch.where(groups == group)
+            parts.append(self.sources[group][rows[place]])
             places.append(place)
         return Ragged.cat(parts)[torch.cat(places).argsort()]
 

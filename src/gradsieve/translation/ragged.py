@@ -66,22 +66,15 @@ def padded(ragged: Ragged, pad: int = PAD) -> tuple[Tensor, Tensor]:
     return rows, lengths
 
 
-def word_budget_batches(
-    lengths: Tensor, budget: int = 1500, *, generator: torch.Generator, window: int = 4096
-) -> list[Tensor]:
-    """Indices of all items in random batches of at most `budget` words; an item longer than that is a batch alone.
+def cut_by_words(lengths: Tensor, budget: int) -> list[Tensor]:
+    """The items 0 to N - 1 in this order, in batches of at most `budget` words; one longer than that is alone.
 
-    `lengths` (N,) count source and target. Items are shuffled, then sorted by length among `window` neighbours, so
-    that a batch has little padding and is still a random one.
+    `lengths` (N,) count source and target.
     """
-    batches = []
-    for part in torch.randperm(len(lengths), generator=generator).split(window):
-        part = part[lengths[part].argsort(stable=True)]
-        ends = lengths[part].cumsum(0)
-        begin = 0
-        while begin < len(part):
-            before = int(ends[begin - 1]) if begin else 0
-            end = max(begin + 1, int(torch.searchsorted(ends, before + budget, right=True)))
-            batches.append(part[begin:end])
-            begin = end
-    return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
+    ends, begin, batches = lengths.cumsum(0), 0, []
+    while begin < len(lengths):
+        before = int(ends[begin - 1]) if begin else 0
+        end = max(begin + 1, int(torch.searchsorted(ends, before + budget, right=True)))
+        batches.append(torch.arange(begin, end))
+        begin = end
+    return batches

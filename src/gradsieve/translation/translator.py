@@ -26,6 +26,14 @@ class TranslationBatch(NamedTuple):
     source: Tensor  # (B, S)
     source_lengths: Tensor  # (B,)
     target: Tensor  # (B, T + 1)
+    places: Tensor
+    """(N,): which of the B T places hold a piece to predict. Found on the host, so that no device is waited for."""
+
+
+def translation_batch(source: Tensor, source_lengths: Tensor, target: Tensor) -> TranslationBatch:
+    """Of tensors on the host."""
+    places = (target[:, 1:] != PAD).flatten().nonzero()[:, 0]
+    return TranslationBatch(source, source_lengths, target, places)
 
 
 def reordered(state: State, index: Tensor) -> State:
@@ -68,14 +76,16 @@ class Translator(nn.Module):
         features, state = self.decode(memory, state, tokens[:, None])
         return self.output(features[:, 0]).log_softmax(-1), state
 
-    def forward(self, source: Tensor, source_lengths: Tensor, target_in: Tensor, keep: Tensor | None = None) -> Tensor:
-        """Logits (B, T, V); only those of the N places where `keep` (B, T) is true, (N, V), if it is given.
+    def forward(
+        self, source: Tensor, source_lengths: Tensor, target_in: Tensor, places: Tensor | None = None
+    ) -> Tensor:
+        """Logits (B, T, V); only those of the N `places` among the B T, (N, V), if they are given.
 
         The output layer is the dearest part on a CPU, and a padded batch would spend it on places that nobody reads.
         """
         memory = self.encode(source, source_lengths)
         features, _ = self.decode(memory, self.start(memory), target_in)  # (B, T, H)
-        return self.output(features if keep is None else features[keep])
+        return self.output(features if places is None else features.flatten(0, 1).index_select(0, places))
 
 
 def translation_loss(
@@ -88,9 +98,14 @@ def translation_loss(
     if reduction not in ("sum", "mean"):
         raise GradsieveError(f"a sentence's loss is the 'sum' or the 'mean' of its pieces' losses, not {reduction!r}.")
     given, wanted = batch.target[:, :-1], batch.target[:, 1:]  # (B, T)
-    keep = wanted != PAD
-    logits = model(batch.source, batch.source_lengths, given, keep)  # (N, V)
-    losses = F.cross_entropy(logits, wanted[keep], reduction="none", label_smoothing=label_smoothing)  # (N,)
-    rows = keep.nonzero()[:, 0]
-    summed = losses.new_zeros(len(keep)).index_add(0, rows, losses)  # (B,)
-    return summed if reduction == "sum" else summed / keep.sum(1)
+    logits = model(batch.source, batch.source_lengths, given, batch.places)  # (N, V)
+    pieces = wanted.flatten()[batch.places]
+    losses = F.cross_entropy(logits, pieces, reduction="none", label_smoothing=label_smoothing)  # (N,)
+    rows = batch.places // wanted.shape[1]
+    summed = losses.new_zeros(len(wanted)).index_add(0, rows, losses)  # (B,)
+    return summed if reduction == "sum" else summed / piece_counts(batch)
+
+
+def piece_counts(batch: TranslationBatch) -> Tensor:
+    """Of each target, EOS included, (B,)."""
+    return (batch.target[:, 1:] != PAD).sum(1)

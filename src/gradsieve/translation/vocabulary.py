@@ -1,19 +1,18 @@
 """Text to ids of pieces and back: SentencePiece models, one for each source language and one for English."""
 
 import hashlib
-import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any
 
 import sentencepiece
 import torch
 
 from ..errors import GradsieveError
+from ..runs.checkpoint import written_whole
 from .pairs import ENGLISH
 from .ragged import BOS, EOS, PAD, UNK, Ragged
 
@@ -43,6 +42,22 @@ class Vocabulary:
         self.source_size = SPECIAL + len(ids)
         self.target_size: int = self._models[ENGLISH].GetPieceSize()
         self._tables[ENGLISH] = torch.arange(self.target_size, dtype=torch.int32)
+
+    def save(self, folder: Path) -> None:
+        """A SentencePiece model for each language, ``xx.model``."""
+        for number, (language, model) in enumerate([*self.sources.items(), (ENGLISH, self.target)]):
+            with written_whole(folder / f"{number:03}.{language}.model") as place:
+                place.write_bytes(model)
+
+    @classmethod
+    def load(cls, folder: Path) -> "Vocabulary":
+        """What `save` wrote; the order of the languages is part of it."""
+        files = sorted(folder.glob("*.model"))
+        models = {file.name.split(".")[1]: file.read_bytes() for file in files}
+        if ENGLISH not in models:
+            raise GradsieveError(f"{folder} holds no vocabulary.")
+        target = models.pop(ENGLISH)
+        return cls(models, target)
 
     @property
     def checksum(self) -> str:
@@ -137,10 +152,8 @@ def learn_pieces(texts: Iterable[str], size: int, *, name: str, cache: Path | No
         reason = str(error).split("]")[-1].strip()
         raise GradsieveError(f"SentencePiece can make no vocabulary of {size:,} pieces for {name}: {reason}") from error
     if path:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with NamedTemporaryFile(dir=path.parent, prefix=".", delete=False) as file:
-            file.write(writer.getvalue())
-        os.replace(file.name, path)
+        with written_whole(path) as place:
+            place.write_bytes(writer.getvalue())
     return writer.getvalue()
 
 
