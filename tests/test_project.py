@@ -181,4 +181,4 @@ def test_a_missing_extra_is_named(package: str, tmp_path: Path) -> None:
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
     assert result.returncode == 2
     assert f"needs the package {package}" in result.stderr
-    assert "gradsieve[images,report]" in result.stderr
+    assert "gradsieve[images,translation,report]" in result.stderr

@@ -25,9 +25,8 @@ from test_image_sources import make_folder, make_shards, table
 
 from gradsieve import GradsieveError
 from gradsieve.cli import main
-from gradsieve.images.methods import METHODS
 from gradsieve.images.models import build_model
-from gradsieve.images.train import Preparation, evaluate, train
+from gradsieve.images.train import Preparation, evaluate
 from gradsieve.report.comparison import half_interval, oracle_shares, summarize, verdict
 from gradsieve.runs import checkpoint as checkpoint_file
 from gradsieve.runs import directory as directory_module
@@ -41,18 +40,45 @@ from gradsieve.tasks import TASKS, recipe_of
 CPU = torch.device("cpu")
 CIFAR10 = Path(__file__).parents[2] / "shared/data/cifar10"
 SMALL = ["steps=30", "evaluate_every=10", "checkpoint_every=7", "log_every=5", "scores=6"]
+SMALL_TEXT = [
+    *("steps=30", "evaluate_every=10", "checkpoint_every=7", "log_every=5", "batch_words=60", "pool=20"),
+    *("data.pieces=60", "model.hidden=8", "model.embedding=8", "decode.beam=2", "decode.bleu_below=1000"),
+    *("dds.items_between=30", "tcs_dds.items_between=30", "tcs_dds.updates=2", "dds.prior_passes=2"),
+]
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three languages to English, a word for a word; their sentences overlap."""
+    folder, chance = tmp_path_factory.mktemp("text"), random.Random(0)
+    words = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "day", "night", "sun"]
+    english = sorted({" ".join(chance.choices(words, k=chance.randint(1, 6))) for _ in range(150)})
+    chance.shuffle(english)
+    sizes = {"dev.az": (0, 8), "test.az": (8, 18), "train.az": (18, 40), "train.tr": (25, 110), "train.ru": (60, 130)}
+    for name, (first, last) in sizes.items():
+        suffix = {"az": "ak", "tr": "ek", "ru": "oj"}[name[-2:]]
+        lines = [f"{' '.join(word + suffix for word in line.split())}\t{line}\n" for line in english[first:last]]
+        (folder / f"{name}-en.tsv").write_text("".join(lines))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
 def run(out: Path, method: str = "dds", *extra: str, recipe: str = "digits-noisy", **options: Any) -> dict[str, Any]:
     options = {"seed": 0, "data": None, "resume": False} | options
     with Progress(Console(quiet=True), quiet=True) as progress:
-        resolved = recipe_of(recipe, [*SMALL, *extra])
-        return train(resolved, method, out=out, device=CPU, progress=progress, **options)  # type: ignore[arg-type]
+        task = recipe_of(recipe).task
+        resolved = recipe_of(recipe, [*(SMALL_TEXT if task == "translation" else SMALL), *extra])
+        return TASKS[task].train(resolved, method, out=out, device=CPU, progress=progress, **options)
 
 
 def digest(out: Path) -> dict[str, str]:
-    """Of everything that a run computed: parameters, scorer, scores, figures."""
-    files = [*out.glob("final/*"), *out.glob("best/*"), *out.glob("scores/*"), *out.glob("first/final/*")]
+    """Of everything that a run computed: parameters, scorer, scores, translations, figures."""
+    folders = ("final", "best", "scores", "first/final", "translations")
+    files = [file for folder in folders for file in out.glob(f"{folder}/*")]
     found = {str(f.relative_to(out)): hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return found | {"metrics": json.dumps([{k: v for k, v in line.items() if k != "seconds"} for line in lines])}
@@ -239,50 +265,63 @@ class TestCheckpoints:
         assert same(load_checkpoint(tmp_path / "one"), state)
 
 
-@pytest.mark.parametrize("method", METHODS)
-class TestMethods:
-    """Every method through the same suite."""
+CASES = [
+    pytest.param(recipe, method, id=f"{task}-{method}")
+    for task, recipe in (("images", "digits-noisy"), ("translation", "translation"))
+    for method in TASKS[task].methods
+]
 
-    def test_it_runs_and_leaves_a_whole_directory(self, method: str, tmp_path: Path) -> None:
-        result = run(tmp_path / "run", method)
+
+@pytest.mark.parametrize(("recipe", "method"), CASES)
+class TestMethods:
+    """Every method of every task through the same suite."""
+
+    def test_it_runs_and_leaves_a_whole_directory(self, recipe: str, method: str, text: Path, tmp_path: Path) -> None:
+        result = run(tmp_path / "run", method, recipe=recipe, data=text)
         assert json.loads((tmp_path / "run/result.json").read_text()) == result
         for key in ("recipe", "method", "seed", "steps", "seconds", "test", "test_best_by_dev", "signature"):
             assert key in result
-        assert (result["recipe"], result["method"], result["seed"], result["steps"]) == ("digits-noisy", method, 0, 30)
-        assert 0 <= result["test"]["accuracy"] <= 100
+        assert (result["recipe"], result["method"], result["seed"], result["steps"]) == (recipe, method, 0, 30)
+        assert 0 <= result["test"][TASKS[recipe_of(recipe).task].metric] <= 100
         assert {"gradsieve", "commit", "recipe", "data", "seed"} <= set(result["signature"])
         present = {str(f.relative_to(tmp_path / "run")) for f in (tmp_path / "run").rglob("*") if f.is_file()}
         assert {"recipe.json", "environment.json", "metrics.jsonl", "final/model.safetensors"} <= present
-        learns = method in ("dds", "dds-retrained", "mentornet")
+        learns = method in ("dds", "dds-retrained", "mentornet", "tcs+dds")
         assert ("final/scorer.safetensors" in present) == learns
-        weighs = learns or method in ("spcl", "batchweight")
-        assert (len([name for name in present if name.startswith("scores/")]) == 6) == weighs
         lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-        assert [line["step"] for line in lines if "loss" in line] == [5, 10, 15, 20, 25, 30]
         assert [line["step"] for line in lines if "dev" in line] == [10, 20, 30]
+        if recipe == "translation":
+            assert {5, 10, 15, 20, 25, 30} <= {line["step"] for line in lines if "loss" in line}
+            assert all(sum(line["usage"].values()) == pytest.approx(1, abs=1e-3) for line in lines if "loss" in line)
+            assert any("rewards" in line for line in lines) == learns
+            assert {f"translations/test.{n}" for n in ("source", "reference", "last", "best")} <= present
+        else:
+            assert [line["step"] for line in lines if "loss" in line] == [5, 10, 15, 20, 25, 30]
+            weighs = learns or method in ("spcl", "batchweight")
+            assert (len([name for name in present if name.startswith("scores/")]) == 6) == weighs
 
     def test_stopped_anywhere_it_goes_on_to_the_same_end(
-        self, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, recipe: str, method: str, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        run(tmp_path / "whole", method)
+        run(tmp_path / "whole", method, recipe=recipe, data=text)
         noted = Journal.after_step
         for stop in (3, 7, 19):
 
-            def after_step(self: Journal, step: int, *rest: Any, stop: int = stop) -> None:
-                noted(self, step, *rest)
+            def after_step(self: Journal, step: int, *rest: Any, stop: int = stop, **more: Any) -> None:
+                noted(self, step, *rest, **more)
                 if step == stop:
                     raise KeyboardInterrupt
 
             monkeypatch.setattr(Journal, "after_step", after_step)
             with pytest.raises(KeyboardInterrupt):
-                run(tmp_path / "stopped", method, resume=True)
+                run(tmp_path / "stopped", method, recipe=recipe, data=text, resume=True)
         monkeypatch.setattr(Journal, "after_step", noted)
-        run(tmp_path / "stopped", method, resume=True)
+        run(tmp_path / "stopped", method, recipe=recipe, data=text, resume=True)
         assert digest(tmp_path / "stopped") == digest(tmp_path / "whole")
 
-    def test_the_seed_decides(self, method: str, tmp_path: Path) -> None:
+    def test_the_seed_decides(self, recipe: str, method: str, text: Path, tmp_path: Path) -> None:
         for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-            run(tmp_path / name, method, "steps=8", seed=seed)
+            run(tmp_path / name, method, "steps=8", recipe=recipe, data=text, seed=seed)
         assert digest(tmp_path / "a") == digest(tmp_path / "b")
         assert digest(tmp_path / "a") != digest(tmp_path / "c")
 
@@ -620,7 +659,7 @@ def test_a_comparison_that_is_stopped_takes_its_workers_with_it(stop: signal.Sig
 def test_the_list_of_recipes(call: Callable[..., Ended]) -> None:
     result = call("recipes")
     assert result.code == 0
-    assert all(name in result.out for name in (*recipe_names(), *METHODS))
+    assert all(name in result.out for name in (*recipe_names(), *(m for task in TASKS.values() for m in task.methods)))
     shown = json.loads(call("recipes", "digits", "--set", "steps=9").out)
     assert (shown["steps"], shown["model"]["name"]) == (9, "mlp")
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from .errors import GradsieveError
 
-EXTRAS = "pip install 'gradsieve[images,report]'"
+EXTRAS = "pip install 'gradsieve[images,translation,report]'"
 
 
 def main() -> None:

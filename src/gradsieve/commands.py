@@ -1,5 +1,6 @@
 """The subcommands, as typer reads them."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -96,6 +97,8 @@ def train(
             device=_device(device),
             progress=progress,
         )
+    if task.picture is not None:
+        task.picture([out], out / "usage.png", title=f"{resolved.name}: {method}, seed {seed}")
     last, best = result["test"][task.metric], result["test_best_by_dev"][task.metric]
     console.print(
         f"{resolved.name}, {method}, seed {seed}: test {task.metric} {last:.2f} at the end, {best:.2f} at the step "
@@ -135,23 +138,47 @@ def compare(
     )
 
 
-@app.command(help="Fetch a data set that recipes need, checked: cifar10.")
+@app.command(help="Translate lines of standard input to English by the model of a translation run.")
+def translate(
+    run: Annotated[Path, typer.Argument(help="Folder of the run.")],
+    language: Annotated[str | None, typer.Option(help="Of the input; by default the run's low-resource one.")] = None,
+    last: Annotated[bool, typer.Option("--last", help="The last parameters, not those that dev chose.")] = False,
+    beam: Annotated[int | None, typer.Option(min=1, help="Width of the search; by default the recipe's.")] = None,
+    device: Device = "auto",
+) -> None:
+    import sys
+
+    from .errors import GradsieveError
+    from .translation.use import Trained
+
+    model = Trained(run, "last" if last else "best", _device(device))
+    sys.stdin.reconfigure(encoding="utf-8", errors="strict")  # type: ignore[union-attr]
+    try:
+        for line in model.translate(sys.stdin, language, beam):
+            print(line, flush=True)
+    except UnicodeDecodeError as error:
+        raise GradsieveError(f"standard input is not UTF-8 ({error.reason}). Convert it: iconv -t UTF-8") from error
+
+
+@app.command(help="Fetch a data set that recipes need: cifar10, or ted (the paper's languages of the TED corpus).")
 def download(
-    name: Annotated[str, typer.Argument(help="cifar10")],
+    name: Annotated[str, typer.Argument(help="cifar10 or ted")],
     out: Annotated[Path, typer.Option(help="Folder for the data.")],
 ) -> None:
     from rich.progress import DownloadColumn, Progress, TransferSpeedColumn
 
     from .errors import GradsieveError
     from .images.download import download_cifar10
+    from .translation.download import download_ted
 
-    if name != "cifar10":
-        raise GradsieveError(f"there is no data set {name!r} to fetch; there is cifar10.")
+    sets: dict[str, Callable[..., bool]] = {"cifar10": download_cifar10, "ted": download_ted}
+    if name not in sets:
+        raise GradsieveError(f"there is no data set {name!r} to fetch; there are {' and '.join(sets)}.")
     console = Console()
     with Progress(*Progress.get_default_columns(), DownloadColumn(), TransferSpeedColumn(), console=console) as bar:
         task = bar.add_task(name, total=None)
-        fetched = download_cifar10(out, on_bytes=lambda done, total: bar.update(task, completed=done, total=total))
-    console.print(f"CIFAR-10 {'is' if fetched else 'was already'} in {out}, checked.", highlight=False, markup=False)
+        fetched = sets[name](out, on_bytes=lambda done, total: bar.update(task, completed=done, total=total or None))
+    console.print(f"{name} {'is' if fetched else 'was already'} in {out}.", highlight=False, markup=False)
 
 
 def _device(name: str) -> "torch.device":

@@ -18,7 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from .errors import GradsieveError
-from .report.comparison import BASE, HEAD, NO_CHOICE, Row, cells, markdown, oracle_shares, summarize, verdict
+from .report.comparison import BASE, NO_CHOICE, Row, markdown, oracle_shares, summarize, table, verdict
 from .runs.checkpoint import save_json, written_whole
 from .runs.progress import Progress
 from .runs.recipe import Recipe
@@ -80,10 +80,17 @@ def compare(
     results: dict[str, dict[int, Any]] = {variant: {} for variant in variants}
     for cell, result in zip(todo, found, strict=True):
         results[cell.variant][cell.seed] = result
-    metric = TASKS[recipe_of(recipe, overrides).task].metric
-    rows = summarize(results, metric)
-    _write(out, rows, metric)
-    _show(console, rows, f"{recipe}: test {metric}, mean ± standard deviation over {seeds} seed{'s' * (seeds > 1)}")
+    task = TASKS[recipe_of(recipe, overrides).task]
+    runs = {variant: [out / cell.folder for cell in todo if cell.variant == variant] for variant in variants}
+    bootstrap = task.bootstrap(runs, BASE) if task.bootstrap and BASE in runs else None
+    rows = summarize(results, task.metric, judged=task.judged, bootstrap=bootstrap)
+    _write(out, rows, task.metric)
+    title = f"{recipe}: test {task.metric}, mean ± standard deviation over {seeds} seed{'s' * (seeds > 1)}"
+    _show(console, rows, title, task.caption)
+    if task.picture is not None:
+        for variant, its in runs.items():
+            task.picture(its, its[0].parent / "usage.png", title=f"{recipe}: {variant}")
+        console.print(f"Pictures: {out}/METHOD/usage.png", highlight=False, markup=False, soft_wrap=True)
     return rows
 
 
@@ -164,13 +171,14 @@ def _write(out: Path, rows: list[Row], metric: str) -> None:
         place.write_text(markdown(rows) + "\n" + "".join(f"- {line}\n" for line in verdicts))
 
 
-def _show(console: Console, rows: list[Row], title: str) -> None:
-    table = Table(title=escape(title), caption="± of a gain is its 95% interval")
-    for column in HEAD:
-        table.add_column(column, justify="left" if column == "method" else "right", overflow="fold")
-    for row in rows:
-        table.add_row(*map(escape, cells(row)), style="bold" if row.variant.startswith("dds") else "")
-    console.print(table)
+def _show(console: Console, rows: list[Row], title: str, caption: str) -> None:
+    shown = Table(title=escape(title), caption=caption)
+    head, body = table(rows)
+    for column in head:
+        shown.add_column(column, justify="left" if column == "method" else "right", overflow="fold")
+    for texts in body:
+        shown.add_row(*map(escape, texts), style="bold" if "dds" in texts[0] else "")
+    console.print(shown)
     lines = [verdict(row) for row in rows if row.variant != BASE]
     shares = {variant: share for variant, share in oracle_shares(rows).items() if variant not in (BASE, *NO_CHOICE)}
     lines += [f"{variant}: {share:.0%} of the oracle's gain over uniform+dev." for variant, share in shares.items()]

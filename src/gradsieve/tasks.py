@@ -2,16 +2,25 @@
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 from .errors import GradsieveError
-from .images import methods as image_methods
-from .images import train as image_training
+from .images.methods import METHODS as IMAGE_METHODS
 from .images.recipe import ImageRecipe
+from .report.comparison import BEST, LAST
 from .runs.recipe import Recipe, load_recipe
-from .translation import methods as translation_methods
-from .translation import train as translation_training
+from .translation.methods import METHODS as TRANSLATION_METHODS
 from .translation.recipe import TranslationRecipe
+
+
+def later(module: str, name: str) -> Callable[..., Any]:
+    """A function that is imported when it is called: nobody needs another task's packages."""
+
+    def call(*arguments: Any, **settings: Any) -> Any:
+        return getattr(import_module(f"{__package__}.{module}"), name)(*arguments, **settings)
+
+    return call
 
 
 @dataclass(frozen=True)
@@ -24,12 +33,29 @@ class Task:
     """``train(recipe, method, seed=, data=, out=, resume=, device=, progress=)``."""
     check: Callable[..., None]
     """``check(recipe, method, data=, device=)`` raises what `train` would refuse."""
+    judged: str = LAST
+    """Which parameters a gain is measured with."""
+    caption: str = "± of a gain is its 95% interval"
+    bootstrap: Callable[..., dict[str, tuple[float, ...]]] | None = None
+    """``bootstrap(runs, base)``: p of each method's difference from `base`, seed by seed, from their run folders."""
+    picture: Callable[..., None] | None = None
+    """``picture(runs, file, title=)`` draws what the runs of a method did."""
 
 
 TASKS = {
-    "images": Task(ImageRecipe, image_methods.METHODS, "accuracy", image_training.train, image_training.check),
+    "images": Task(
+        ImageRecipe, IMAGE_METHODS, "accuracy", later("images.train", "train"), later("images.train", "check")
+    ),
     "translation": Task(
-        TranslationRecipe, translation_methods.METHODS, "bleu", translation_training.train, translation_training.check
+        TranslationRecipe,
+        TRANSLATION_METHODS,
+        "bleu",
+        later("translation.train", "train"),
+        later("translation.train", "check"),
+        judged=BEST,
+        caption="gains are of the parameters that dev chose; ± of a gain is its 95% interval",
+        bootstrap=later("translation.score", "bootstrap_runs"),
+        picture=later("report.usage", "plot_usage"),
     ),
 }
 

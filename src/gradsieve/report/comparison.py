@@ -13,6 +13,8 @@ Results = Mapping[str, Mapping[int, Mapping[str, Any]]]
 """Variant -> seed -> what its result.json holds."""
 
 BASE = "uniform"
+LAST, BEST = "test", "test_best_by_dev"
+"""Where a result holds what the last parameters came to, and those that dev chose."""
 TRAINS_ON_DEV = "uniform+dev"
 NO_CHOICE = (TRAINS_ON_DEV, "oracle")
 """Rows to measure others by."""
@@ -31,20 +33,32 @@ class Row:
     best: float | None
     """By dev; None for a method that trains on dev."""
     best_spread: float | None
+    chrf: float | None
+    """By dev, for translations."""
     gain: float | None
     """Over uniform, paired by seed."""
     gain_interval: float | None
     p_value: float | None
-    """Of the paired t-test against uniform."""
-    effective_share: float
+    """Of the paired t-test against uniform, over seeds."""
+    signs: tuple[bool, ...]
+    """Of each seed, whether it gains."""
+    bootstrap: tuple[float, ...] | None
+    """p of the paired bootstrap over test sentences against uniform, for each seed; None where there are none."""
+    effective_share: float | None
     seconds: float
     time_ratio: float | None
     """To uniform."""
 
 
-def summarize(results: Results, metric: str) -> list[Row]:
-    """One row for each variant, in the order given."""
-    return [_row(variant, results, metric) for variant in results]
+def summarize(
+    results: Results,
+    metric: str,
+    *,
+    judged: str = LAST,
+    bootstrap: Mapping[str, tuple[float, ...]] | None = None,
+) -> list[Row]:
+    """One row for each variant, in the order given; gains are those of the `judged` parameters."""
+    return [_row(variant, results, metric, judged, bootstrap) for variant in results]
 
 
 def half_interval(values: list[float]) -> float | None:
@@ -59,6 +73,8 @@ def verdict(row: Row) -> str:
     name = row.variant
     if row.gain is None:
         return f"{name}: nothing to compare it with; run uniform too."
+    if row.bootstrap:
+        return _bootstrap_verdict(row, row.gain, row.bootstrap)
     if row.gain_interval is None or row.p_value is None:
         return f"{name}: {row.gain:+.1f} points over uniform on one seed: no verdict without more seeds."
     amount = f"{abs(row.gain):.1f} +- {row.gain_interval:.1f} points (p = {row.p_value:.2g}, {row.seeds} seeds)"
@@ -72,6 +88,15 @@ def verdict(row: Row) -> str:
     )
 
 
+def _bootstrap_verdict(row: Row, gain: float, bootstrap: tuple[float, ...]) -> str:
+    """A difference counts if the bootstrap finds it with every seed."""
+    seeds = f"{row.seeds} seed{'s' * (row.seeds > 1)}"
+    found = f"paired bootstrap p = {', '.join(f'{p:.2g}' for p in bootstrap)}, {seeds}"
+    if max(bootstrap) < 0.05 and len(set(row.signs)) == 1:
+        return f"{row.variant} {'helps' if gain > 0 else 'hurts'} by {abs(gain):.1f} points ({found})."
+    return f"{row.variant}: no evidence that it helps here ({gain:+.1f} points, {found}): use uniform."
+
+
 def oracle_shares(rows: list[Row]) -> dict[str, float]:
     """Share of the oracle's gain, (method - uniform+dev) / (oracle - uniform+dev), where all three were run."""
     last = {row.variant: row.last for row in rows}
@@ -81,36 +106,50 @@ def oracle_shares(rows: list[Row]) -> dict[str, float]:
     return {variant: (value - last[TRAINS_ON_DEV]) / span for variant, value in last.items()}
 
 
-HEAD = ("method", "last", "95%", "best by dev", "gain over uniform", "p", "effective share", "time")
+def table(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
+    """Head and body as text, without columns that have nothing to say."""
+    texts = [_cells(row) for row in rows]
+    head = [name for name in texts[0] if name == "method" or any(text[name] != "-" for text in texts)]
+    return head, [[text[name] for name in head] for text in texts]
 
 
-def cells(row: Row) -> tuple[str, ...]:
-    """The row as text, under HEAD."""
-    return (
-        row.variant,
-        _spread(row.last, row.last_spread),
-        _or_dash(row.last_interval, "± {:.1f}"),
-        "-" if row.best is None else _spread(row.best, row.best_spread),
-        "-" if row.gain is None else _spread(row.gain, row.gain_interval, "{:+.1f}"),
-        _or_dash(row.p_value, "{:.2g}"),
-        f"{row.effective_share:.2f}",
-        _or_dash(row.time_ratio, "{:.1f}x"),
-    )
+def _cells(row: Row) -> dict[str, str]:
+    return {
+        "method": row.variant,
+        "last": _spread(row.last, row.last_spread),
+        "95%": _or_dash(row.last_interval, "± {:.1f}"),
+        "best by dev": "-" if row.best is None else _spread(row.best, row.best_spread),
+        "chrF by dev": _or_dash(row.chrf, "{:.1f}"),
+        "gain over uniform": "-" if row.gain is None else _spread(row.gain, row.gain_interval, "{:+.1f}"),
+        "p": "-" if row.bootstrap else _or_dash(row.p_value, "{:.2g}"),
+        "bootstrap p": ", ".join(f"{p:.2g}" for p in row.bootstrap or ()) or "-",
+        "effective share": _or_dash(row.effective_share, "{:.2f}"),
+        "time": _or_dash(row.time_ratio, "{:.2f}x"),
+    }
 
 
 def markdown(rows: list[Row]) -> str:
     """The table for a document. Spreads are standard deviations over seeds, that of the gain its 95% interval."""
-    lines = [HEAD, ("---", *["---:"] * (len(HEAD) - 1)), *(cells(row) for row in rows)]
+    head, body = table(rows)
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *body]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
-def _row(variant: str, results: Results, metric: str) -> Row:
+def _row(
+    variant: str,
+    results: Results,
+    metric: str,
+    judged: str,
+    bootstrap: Mapping[str, tuple[float, ...]] | None,
+) -> Row:
     own, base = results[variant], results.get(BASE, {})
-    last = [result["test"][metric] for result in own.values()]
-    best = [result["test_best_by_dev"][metric] for result in own.values()]
+    last = [result[LAST][metric] for result in own.values()]
+    best = [result[BEST][metric] for result in own.values()]
+    chrf = [result[BEST]["chrf"] for result in own.values() if "chrf" in result[BEST]]
     shared = [seed for seed in own if seed in base and variant != BASE]
-    gains = [own[seed]["test"][metric] - base[seed]["test"][metric] for seed in shared]
+    gains = [own[seed][judged][metric] - base[seed][judged][metric] for seed in shared]
     seconds = mean(result["seconds"] for result in own.values())
+    sizes = [result["effective_share"] for result in own.values() if "effective_share" in result]
     return Row(
         variant=variant,
         seeds=len(own),
@@ -119,10 +158,13 @@ def _row(variant: str, results: Results, metric: str) -> Row:
         last_interval=half_interval(last),
         best=None if variant.startswith(TRAINS_ON_DEV) else mean(best),
         best_spread=_deviation(best),
+        chrf=mean(chrf) if chrf else None,
         gain=mean(gains) if gains else None,
         gain_interval=half_interval(gains),
         p_value=_p_value(gains),
-        effective_share=mean(result["effective_share"] for result in own.values()),
+        signs=tuple(gain > 0 for gain in gains),
+        bootstrap=None if bootstrap is None else bootstrap.get(variant, ()),
+        effective_share=mean(sizes) if sizes else None,
         seconds=seconds,
         time_ratio=seconds / mean(result["seconds"] for result in base.values()) if base else None,
     )

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from sacrebleu.metrics.base import Metric
@@ -46,6 +47,21 @@ def paired_bootstrap(
     _, table = test()
     columns: dict[str, list[Any]] = {metric: table[title] for metric, title in (("bleu", "BLEU"), ("chrf", "chrF2"))}
     return {name: {m: column[i].p_value for m, column in columns.items()} for i, name in enumerate(others, 1)}
+
+
+def bootstrap_runs(runs: Mapping[str, Sequence[Path]], base: str) -> dict[str, tuple[float, ...]]:
+    """p of each method's BLEU against that of `base`, seed by seed, by the translations that dev's choice made."""
+    found: dict[str, tuple[float, ...]] = dict.fromkeys(runs, ())
+    for number in range(len(runs[base])):
+        systems = {method: _lines(folders[number] / "test.best") for method, folders in runs.items()}
+        p_values = paired_bootstrap(systems, _lines(runs[base][number] / "test.reference"), base)
+        for method, its in p_values.items():
+            found[method] += (its["bleu"],)
+    return found
+
+
+def _lines(file: Path) -> list[str]:
+    return (file.parent / "translations" / file.name).read_text(encoding="utf-8").split("\n")[:-1]
 
 
 def _metrics() -> dict[str, Metric]:
