@@ -12,11 +12,12 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import datasets
 import pytest
 import torch
+from conftest import Ended
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -24,7 +25,6 @@ from safetensors.torch import load_file
 from test_image_sources import make_folder, make_shards, table
 
 from gradsieve import GradsieveError
-from gradsieve.cli import main
 from gradsieve.images.models import build_model
 from gradsieve.images.train import Preparation, evaluate
 from gradsieve.report.comparison import half_interval, oracle_shares, summarize, verdict
@@ -45,26 +45,6 @@ SMALL_TEXT = [
     *("data.pieces=60", "model.hidden=8", "model.embedding=8", "decode.beam=2", "decode.bleu_below=1000"),
     *("dds.items_between=30", "tcs_dds.items_between=30", "tcs_dds.updates=2", "dds.prior_passes=2"),
 ]
-
-
-@pytest.fixture(scope="session")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three languages to English, a word for a word; their sentences overlap."""
-    folder, chance = tmp_path_factory.mktemp("text"), random.Random(0)
-    words = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "day", "night", "sun"]
-    english = sorted({" ".join(chance.choices(words, k=chance.randint(1, 6))) for _ in range(150)})
-    chance.shuffle(english)
-    sizes = {"dev.az": (0, 8), "test.az": (8, 18), "train.az": (18, 40), "train.tr": (25, 110), "train.ru": (60, 130)}
-    for name, (first, last) in sizes.items():
-        suffix = {"az": "ak", "tr": "ek", "ru": "oj"}[name[-2:]]
-        lines = [f"{' '.join(word + suffix for word in line.split())}\t{line}\n" for line in english[first:last]]
-        (folder / f"{name}-en.tsv").write_text("".join(lines))
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
 def run(out: Path, method: str = "dds", *extra: str, recipe: str = "digits-noisy", **options: Any) -> dict[str, Any]:
@@ -515,27 +495,6 @@ def command(*arguments: str) -> list[str]:
 
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
-
-
-class Ended(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-@pytest.fixture
-def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
-    """The command line in this process, in a folder of its own: starting torch anew takes seconds."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def called(*arguments: str) -> Ended:
-        monkeypatch.setattr(sys, "argv", ["gradsieve", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        return Ended(int(ended.value.code or 0), *capsys.readouterr())
-
-    return called
 
 
 def test_killed_at_20_random_moments_it_ends_as_if_it_had_never_been(tmp_path: Path) -> None:
