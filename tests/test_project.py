@@ -28,7 +28,7 @@ LAYERS = [
     {"images", "translation"},
     {"report"},
     {"tasks"},
-    {"compare"},
+    {"compare", "bench"},
     {"demo"},
     {"commands", "cli", "__main__"},
 ]

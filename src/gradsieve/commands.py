@@ -138,6 +138,33 @@ def compare(
     )
 
 
+@app.command(help="Measure what a training step costs by each method, against plain training beside it.")
+def bench(
+    models: Annotated[
+        str, typer.Option(help="Separated by commas: mlp, wrn-16-1, wrn-28-2, transformer, translation.")
+    ] = "mlp,wrn-16-1,wrn-28-2,transformer,translation",
+    methods: Annotated[str | None, typer.Option(help="Separated by commas; by default all that a model has.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="How often all take their turns.")] = 9,
+    block: Annotated[float, typer.Option(min=0.0, help="Seconds of a turn, about.")] = 0.5,
+    json: Annotated[Path | None, typer.Option("--json", help="File for the rows.")] = None,
+    device: Device = "auto",
+) -> None:
+    from .bench.run import bench as run
+
+    def names(text: str) -> list[str]:
+        return [name.strip() for name in text.split(",") if name.strip()]
+
+    run(
+        names(models),
+        None if methods is None else names(methods),
+        rounds=rounds,
+        block=block,
+        device=_device(device),
+        console=Console(),
+        json=json,
+    )
+
+
 @app.command(help="Translate lines of standard input to English by the model of a translation run.")
 def translate(
     run: Annotated[Path, typer.Argument(help="Folder of the run.")],

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Adam, Optimizer
+from torch.profiler import record_function
 
 from .errors import check
 from .gradients import Gradients, GradientStore
@@ -133,7 +134,8 @@ class GroupDDS:
     def observe(self, group: int, gradients: Gradients) -> None:
         """Takes note of the gradients of a training step on items of `group`, by name or in a fixed order."""
         check(0 <= group < self.num_groups, f"group must lie in 0 to {self.num_groups - 1}, not {group}.")
-        self.store.add(group, gradients)
+        with record_function("gradsieve.gradient_store"):
+            self.store.add(group, gradients)
 
     def step(self) -> GroupRecord | None:
         """After a training step. A record if K items were drawn since psi's last update, which it then makes."""

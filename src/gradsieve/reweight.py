@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.profiler import record_function
 
 from .dev import DEV_MODES, DevBatches, dev_gradient
 from .errors import GradsieveError, check
@@ -190,8 +191,9 @@ class DDS:
         theta_prev = snapshot(trainable(self.model)) if updating else {}
         forward = _Forward(batch, losses.detach(), state, autocast, theta_prev, buffers)
 
-        signals = self._signals(forward)
-        with self.stream, torch.set_grad_enabled(updating):
+        with record_function("gradsieve.alignment"):
+            signals = self._signals(forward)
+        with record_function("gradsieve.scorer"), self.stream, torch.set_grad_enabled(updating):
             with untouched(self.scorer, training=False) if self.sampler else nullcontext():
                 scores = checked_scores(self.scorer(batch, **signals), losses)
             forward.scored = scores.isfinite().all()
@@ -221,12 +223,13 @@ class DDS:
 
         theta = trainable(self.model)
         dev_batch = self.dev.draw()
-        with self.stream:
+        with record_function("gradsieve.dev_gradient"), self.stream:
             dev_loss, d_theta = dev_gradient(
                 self.model, self.loss_fn, dev_batch, theta, mode=self.dev_mode, autocast=forward.autocast
             )
         self._direction = {name: g * d_theta[name] for name, g in forward.derivative.items() if name in d_theta}
-        r = self._rewards(forward, forward.theta_prev)
+        with record_function("gradsieve.reward"):
+            r = self._rewards(forward, forward.theta_prev)
 
         finite = {
             "loss": forward.losses.isfinite().all(),
@@ -239,7 +242,8 @@ class DDS:
             self._outlook = torch.where(good, outlook(self._outlook, r), self._outlook)
             price = price_of_uneven_weights(self.caution, self._outlook, r)
             objective = psi_objective(forward.logits, forward.weights, r, self.psi_gradient, price)
-            finite["psi gradient"] = climb(self.scorer_optimizer, objective, good) | ~good
+            with record_function("gradsieve.scorer"):
+                finite["psi gradient"] = climb(self.scorer_optimizer, objective, good) | ~good
             good = good & finite["psi gradient"]
         self._skipped += ~good
         return StepRecord(self.steps, r, weights, size, dev_loss, finite)

@@ -1,0 +1,122 @@
+"""`gradsieve bench`: all contenders of a model take turns, and each is compared with plain training beside it."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from ..errors import GradsieveError
+from ..runs.checkpoint import save_json
+from .contenders import CONTENDERS
+from .subjects import SUBJECTS
+from .timing import Step, breakdown, interleaved, peak_memory, ratio
+
+BASE = "uniform"
+TRANSLATION = "translation"
+MODELS = (*SUBJECTS, TRANSLATION)
+PACKAGES = {"batchweight-higher": "higher", "per-example-opacus": "opacus"}
+Makers = dict[str, Callable[[], Step]]
+
+
+@dataclass(frozen=True)
+class Row:
+    model: str
+    method: str
+    time_ratio: float
+    """To a plain training step, median over rounds."""
+    memory_ratio: float
+    """Most bytes in tensors at once, to plain training's."""
+    milliseconds: float
+    parts: dict[str, float]
+    """Share of the step's time."""
+
+
+def makers_of(model: str, device: torch.device) -> Makers:
+    """What makes a step of each method on that model."""
+    if model == TRANSLATION:
+        from .translating import translation_steps
+
+        return translation_steps(device)
+    return {method: partial(make, SUBJECTS[model], device) for method, make in CONTENDERS.items()}
+
+
+def bench(
+    models: Sequence[str],
+    methods: Sequence[str] | None,
+    *,
+    rounds: int,
+    block: float,
+    device: torch.device,
+    console: Console,
+    json: Path | None,
+) -> list[Row]:
+    """Measures, prints a table for each model, and writes the rows."""
+    if unknown := [name for name in models if name not in MODELS]:
+        raise GradsieveError(f"unknown model {unknown[0]!r}; there are {', '.join(MODELS)}.")
+    makers = {model: makers_of(model, device) for model in models}
+    known = list(dict.fromkeys(name for its in makers.values() for name in its))
+    if unknown := [name for name in methods or () if name not in known]:
+        raise GradsieveError(f"unknown method {unknown[0]!r}; these models have {', '.join(known)}.")
+    rows: list[Row] = []
+    for model, its in makers.items():
+        chosen = [name for name in its if methods is None or name in methods or name == BASE]
+        left_out: dict[str, str] = {}
+        rows += _rows(model, {name: its[name] for name in chosen}, left_out, rounds, block, device)
+        _show(console, model, [row for row in rows if row.model == model], left_out)
+    if json is not None:
+        save_json(json, [asdict(row) for row in rows])
+    return rows
+
+
+def _rows(
+    model: str, makers: Makers, left_out: dict[str, str], rounds: int, block: float, device: torch.device
+) -> list[Row]:
+    steps, memory = {}, {}
+    for name, make in makers.items():
+        package = PACKAGES.get(name)
+        if package is not None and find_spec(package) is None:
+            left_out[name] = f"needs the package {package}: pip install 'gradsieve[bench]'"
+            continue
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of other people's packages
+                memory[name] = peak_memory(make, device)
+                steps[name] = make()
+                steps[name]()
+        except (GradsieveError, NotImplementedError, RuntimeError) as error:
+            left_out[name] = str(error).splitlines()[0]
+            steps.pop(name, None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = interleaved(steps, device, rounds=rounds, block=block, warm_up=2)
+    return [
+        Row(
+            model,
+            name,
+            ratio(times, found[BASE]),
+            memory[name] / memory[BASE],
+            1000 * median(times),
+            breakdown(steps[name], device),
+        )
+        for name, times in found.items()
+    ]
+
+
+def _show(console: Console, model: str, rows: list[Row], left_out: dict[str, str]) -> None:
+    table = Table(title=f"{model}: time and memory of a step, plain training = 1")
+    for column in ("method", "time", "memory", "ms", "where the time goes"):
+        table.add_column(column, justify="left" if column in ("method", "where the time goes") else "right")
+    for row in rows:
+        parts = ", ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in row.parts.items() if share > 0.005)
+        figures = (f"{row.time_ratio:.2f}", f"{row.memory_ratio:.2f}", f"{row.milliseconds:.1f}")
+        table.add_row(row.method, *figures, parts, style="bold" if "dds" in row.method else "")
+    console.print(table)
+    for name, reason in left_out.items():
+        console.print(f"{name} was left out: {reason}.", highlight=False, markup=False, soft_wrap=True)

@@ -1,0 +1,126 @@
+"""The benchmark: that it measures what it says. How fast things are is no matter of a test."""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import Ended
+
+from gradsieve.baselines import BatchWeight
+from gradsieve.bench import contenders, run
+from gradsieve.bench.subjects import SUBJECTS, loss_fn
+from gradsieve.bench.timing import breakdown, interleaved, peak_memory, ratio
+from gradsieve.bench.translating import translation_steps
+from gradsieve.reward import alignment
+
+CPU = torch.device("cpu")
+
+
+def test_all_take_turns_in_every_round() -> None:
+    order: list[str] = []
+    steps = {name: (lambda name=name: order.append(name)) for name in "abc"}  # type: ignore[misc]
+    found = interleaved(steps, CPU, rounds=2, block=0.0, warm_up=1)
+    assert "".join(order) == "aabbcc" + "abc" + "cba"
+    assert {len(times) for times in found.values()} == {2}
+
+
+def test_a_turn_is_as_long_as_its_block() -> None:
+    counts = {"slow": 0, "fast": 0}
+
+    def slow() -> None:
+        counts["slow"] += 1
+        time.sleep(0.02)
+
+    def fast() -> None:
+        counts["fast"] += 1
+        time.sleep(0.002)
+
+    interleaved({"slow": slow, "fast": fast}, CPU, rounds=1, block=0.05, warm_up=1)
+    assert counts["slow"] < counts["fast"]
+
+
+def test_the_ratio_is_the_median_of_ratios_within_rounds() -> None:
+    assert ratio([2.0, 30.0, 4.0], [1.0, 10.0, 1.0]) == 3.0
+
+
+def test_peak_memory_counts_what_lives_at_once() -> None:
+    def make() -> Callable[[], None]:
+        kept = torch.zeros(1_000_000)
+
+        def step() -> None:
+            torch.zeros(500_000)
+            torch.zeros(500_000).add_(kept[0])
+
+        return step
+
+    assert peak_memory(make, CPU) == pytest.approx(4 * 1_500_000, rel=0.01)
+
+
+def test_the_breakdown_is_of_the_whole_step() -> None:
+    parts = breakdown(contenders.dds(SUBJECTS["mlp"], CPU), CPU)
+    assert {"training", "alignment", "dev_gradient", "reward", "scorer"} <= set(parts)
+    assert sum(parts.values()) == pytest.approx(1)
+
+
+def test_per_example_gradients_by_vmap_are_the_rewards() -> None:
+    subject = SUBJECTS["mlp"]
+    found = contenders.per_example_vmap(subject, CPU)()
+    model, batch, direction = contenders._measuring(subject, CPU)
+    expected = alignment(model.eval(), loss_fn, batch, direction, estimator="jvp")
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("package", ["higher", "opacus"])
+def test_what_people_use_instead_computes_the_same(package: str) -> None:
+    """If it is installed: the weights of learning to reweight, the rewards by per-example gradients."""
+    pytest.importorskip(package)
+    subject = SUBJECTS["mlp"]
+    model, batch, direction = contenders._measuring(subject, CPU)
+    if package == "opacus":
+        found = contenders.per_example_opacus(subject, CPU)()
+        expected = alignment(model, loss_fn, batch, direction, estimator="jvp")
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+    else:
+        contenders.batchweight_higher(subject, CPU)()
+        assert BatchWeight(model, loss_fn, [batch]).loss(batch).isfinite()
+
+
+def test_every_translation_method_takes_steps() -> None:
+    for method, make in translation_steps(CPU, hidden=16).items():
+        if method in ("uniform", "tcs+dds"):
+            step = make()
+            step()
+            step()
+
+
+def test_rows_for_machines(call: Callable[..., Ended], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(run.PACKAGES, "reward-jvp", "no_such_package")
+    ended = call("bench", "--models", "mlp", "--rounds", "1", "--block", "0", "--json", "rows.json")
+    assert ended.code == 0, ended.err
+    assert "reward-jvp was left out: needs the package no_such_package" in ended.out
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert {"uniform", "dds", "dds-every-step", "batchweight", "reward-finite-difference"} <= {
+        r["method"] for r in rows
+    }
+    for row in rows:
+        assert row["model"] == "mlp"
+        assert row["time_ratio"] > 0
+        assert row["memory_ratio"] > 0
+    assert rows[0]["time_ratio"] == rows[0]["memory_ratio"] == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--models", "resnet"), "unknown model 'resnet'; there are mlp"),
+        (("--models", "mlp", "--methods", "adam"), "unknown method 'adam'; these models have uniform"),
+        (("--rounds", "0"), "--rounds"),
+    ],
+)
+def test_bad_names_are_explained(arguments: tuple[str, ...], message: str, call: Callable[..., Ended]) -> None:
+    ended = call("bench", *arguments)
+    assert ended.code == 2
+    assert message in ended.err
