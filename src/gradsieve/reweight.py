@@ -18,12 +18,13 @@ from torch.profiler import record_function
 
 from .dev import DEV_MODES, DevBatches, dev_gradient
 from .errors import GradsieveError, check
+from .forward import TrainingForward, training_forward
 from .networks import SignalScorer
 from .optimizers import after_each_step, is_known, load_optimizer, no_derivative, optimizer_derivative
-from .parameters import LossFn, checked_losses, device_of, full_precision, norm, snapshot, trainable, untouched
-from .randomness import RandomState, RandomStream, random_state
+from .parameters import LossFn, device_of, norm, snapshot, trainable, untouched
+from .randomness import RandomStream
 from .record import StepRecord
-from .reward import EPSILON, check_estimator, rewards
+from .reward import EPSILON, check_estimator
 from .sampling import ScoreSampler
 from .scorer import (
     CAUTION,
@@ -50,19 +51,18 @@ DID_NOT_STEP = (
 
 
 @dataclass
-class _Forward:
-    """The training forward at theta_{t-1}, kept from `loss()` to `step()`."""
+class _Weighed:
+    """What `loss()` leaves for `step()`."""
 
-    batch: Any
-    losses: Tensor  # (B,)
-    state: RandomState
-    autocast: torch.dtype | None
+    forward: TrainingForward
     theta_prev: dict[str, Tensor]
-    buffers: dict[str, Tensor]
-    derivative: dict[str, float | Tensor] | None = None  # g', set when the optimizer steps
-    scored: Tensor | None = None  # whether all scores were finite
-    logits: Tensor | None = None  # (B,), zeros if not
-    weights: Tensor | None = None  # (B,)
+    """Empty if the scorer's turn does not come."""
+    scored: Tensor
+    """Whether all scores were finite."""
+    logits: Tensor  # (B,), zeros if not
+    weights: Tensor  # (B,)
+    derivative: dict[str, float | Tensor] | None = None
+    """g', set when the optimizer steps."""
 
 
 class DDS:
@@ -174,47 +174,40 @@ class DDS:
         self._skipped = torch.zeros((), dtype=torch.long, device=device)
         self._outlook = torch.full((), OUTLOOK_START, device=device)
         self._direction: dict[str, Tensor] = {}
-        self._forward: _Forward | None = None
+        self._weighed: _Weighed | None = None
         self._warned = False
         after_each_step(optimizer, self, DDS._after_optimizer_step)
 
     def loss(self, batch: Any) -> Tensor:
         """sum_i p_i l_i(theta_{t-1}), lines 3 to 5 of Algorithm 1: a scalar to call ``backward()`` on."""
-        check(torch.is_grad_enabled(), "dds.loss() must run with gradients enabled; it is called under no_grad.")
-        device = self.stream.device
         updating = (self.steps + 1) % self.update_every == 0
-        measuring = updating or "alignment" in getattr(self.scorer, "signals", ())
-        state, buffers = random_state(device), snapshot(dict(self.model.named_buffers())) if measuring else {}
-        losses = checked_losses(self.loss_fn(self.model, batch), batch)  # (B,)
-        check(losses.requires_grad, "the losses carry no gradient; loss_fn must not detach or run under no_grad.")
-        autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+        again = updating or "alignment" in getattr(self.scorer, "signals", ())
+        losses, forward = training_forward(self.model, self.loss_fn, batch, who="DDS", again=again)
         theta_prev = snapshot(trainable(self.model)) if updating else {}
-        forward = _Forward(batch, losses.detach(), state, autocast, theta_prev, buffers)
-
         with record_function("gradsieve.alignment"):
             signals = self._signals(forward)
         with record_function("gradsieve.scorer"), self.stream, torch.set_grad_enabled(updating):
             with untouched(self.scorer, training=False) if self.sampler else nullcontext():
                 scores = checked_scores(self.scorer(batch, **signals), losses)
-            forward.scored = scores.isfinite().all()
-            forward.logits = bounded(torch.where(forward.scored, scores, 0.0), self.max_logit)
+            scored = scores.isfinite().all()
+            logits = bounded(torch.where(scored, scores, 0.0), self.max_logit)
             if self.sampler is not None:
-                forward.logits = forward.logits - checked_scores(self.sampler.logits(batch), losses)
-            forward.weights = example_weights(forward.logits, self.uniform_mix)
-        self._forward = forward
-        return (forward.weights.detach() * losses).sum()
+                logits = logits - checked_scores(self.sampler.logits(batch), losses)
+            weights = example_weights(logits, self.uniform_mix)
+        self._weighed = _Weighed(forward, theta_prev, scored, logits, weights)
+        return (weights.detach() * losses).sum()
 
     def step(self) -> StepRecord | None:
         """Lines 7 to 10 of Algorithm 1, after ``optimizer.step()``. A record if the scorer's turn came, else None."""
-        forward, self._forward = self._forward, None
-        if forward is None or forward.scored is None or forward.logits is None or forward.weights is None:
+        weighed, self._weighed = self._weighed, None
+        if weighed is None:
             raise GradsieveError("dds.step() needs the batch of dds.loss(): call loss() first, then step() once.")
         self.steps += 1
-        if not forward.theta_prev:
+        if not weighed.theta_prev:
             return None
-        weights = forward.weights.detach()
+        forward, weights = weighed.forward, weighed.weights.detach()
         size = effective_sample_size(weights)
-        if forward.derivative is None:
+        if weighed.derivative is None:
             if not self._warned:
                 warnings.warn(DID_NOT_STEP, stacklevel=2)
             self._warned, self._skipped = True, self._skipped + 1
@@ -227,28 +220,28 @@ class DDS:
             dev_loss, d_theta = dev_gradient(
                 self.model, self.loss_fn, dev_batch, theta, mode=self.dev_mode, autocast=forward.autocast
             )
-        self._direction = {name: g * d_theta[name] for name, g in forward.derivative.items() if name in d_theta}
+        self._direction = {name: g * d_theta[name] for name, g in weighed.derivative.items() if name in d_theta}
         with record_function("gradsieve.reward"):
-            r = self._rewards(forward, forward.theta_prev)
+            r = self._rewards(forward, weighed.theta_prev)
 
         finite = {
             "loss": forward.losses.isfinite().all(),
-            "score": forward.scored,
+            "score": weighed.scored,
             "dev gradient": norm(d_theta).isfinite() & dev_loss.isfinite(),
             "reward": r.isfinite().all(),
         }
         good = torch.stack(list(finite.values())).all()
-        if self.scorer_optimizer is not None and forward.logits.requires_grad:
+        if self.scorer_optimizer is not None and weighed.logits.requires_grad:
             self._outlook = torch.where(good, outlook(self._outlook, r), self._outlook)
             price = price_of_uneven_weights(self.caution, self._outlook, r)
-            objective = psi_objective(forward.logits, forward.weights, r, self.psi_gradient, price)
+            objective = psi_objective(weighed.logits, weighed.weights, r, self.psi_gradient, price)
             with record_function("gradsieve.scorer"):
                 finite["psi gradient"] = climb(self.scorer_optimizer, objective, good) | ~good
             good = good & finite["psi gradient"]
         self._skipped += ~good
         return StepRecord(self.steps, r, weights, size, dev_loss, finite)
 
-    def _signals(self, forward: _Forward) -> dict[str, Tensor]:
+    def _signals(self, forward: TrainingForward) -> dict[str, Tensor]:
         """What the scorer asks to be told, at theta_{t-1}. Where no usable dev gradient is known, alignment is zero."""
         wanted = getattr(self.scorer, "signals", ())
         signals = {"loss": forward.losses} if "loss" in wanted else {}
@@ -258,29 +251,18 @@ class DDS:
             signals["alignment"] = torch.where(found.isfinite().all(), found, nothing)
         return signals
 
-    def _rewards(self, forward: _Forward, theta: dict[str, Tensor] | None = None) -> Tensor:
+    def _rewards(self, forward: TrainingForward, theta: dict[str, Tensor] | None = None) -> Tensor:
         """v . grad l_i at theta, by default the present parameters, (B,)."""
-        return rewards(
-            self.model,
-            self.loss_fn,
-            forward.batch if forward.autocast is None else full_precision(forward.batch),
-            self._direction,
-            estimator=self.reward,
-            cosine=self.cosine,
-            theta=theta,
-            # Losses in reduced precision are no base for a small difference.
-            losses=forward.losses if forward.autocast is None else None,
-            state=forward.state,
-            buffers=forward.buffers,
-            epsilon=self.epsilon,
-        ).detach()
+        return forward.rewards(
+            self._direction, estimator=self.reward, cosine=self.cosine, theta=theta, epsilon=self.epsilon
+        )
 
     def _after_optimizer_step(self) -> None:
         """Takes g' while gradients and learning rates are still those of the step."""
-        if self._forward is not None and self._forward.theta_prev:
+        if self._weighed is not None and self._weighed.theta_prev:
             theta = trainable(self.model)
-            self._forward.derivative = (
-                optimizer_derivative(self.optimizer, theta, self._forward.theta_prev)
+            self._weighed.derivative = (
+                optimizer_derivative(self.optimizer, theta, self._weighed.theta_prev)
                 if self.optimizer_aware
                 else no_derivative(self.optimizer, theta)
             )
@@ -313,4 +295,4 @@ class DDS:
         self.steps = state["steps"]
         self._skipped = state["skipped"].to(self.stream.device).clone()
         self._outlook = state["outlook"].to(self.stream.device).clone()
-        self._forward = None
+        self._weighed = None

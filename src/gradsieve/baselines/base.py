@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from ..dev import DevBatches
 from ..errors import GradsieveError
-from ..parameters import LossFn, checked_losses, device_of, trainable
+from ..forward import TrainingForward, training_forward
+from ..parameters import LossFn, device_of, trainable
 from ..randomness import RandomStream
 from ..record import StepRecord
 from ..scorer import effective_sample_size
@@ -25,6 +26,9 @@ def quantile(losses: Tensor, share: float) -> Tensor:
 class Weighting(ABC):
     """A method whose weights are known once the training forward is done. Subclasses write `_weigh`."""
 
+    sees_again = False
+    """Whether `_weigh` measures rewards."""
+
     def __init__(self, model: nn.Module, loss_fn: LossFn):
         if not trainable(model):
             raise GradsieveError("the model has no parameter that requires a gradient.")
@@ -34,18 +38,15 @@ class Weighting(ABC):
         self._weighed: StepRecord | None = None
 
     @abstractmethod
-    def _weigh(self, batch: Any, losses: Tensor) -> StepRecord:
-        """Weighs the batch by its losses l_i(theta_{t-1}), (B,), which carry no graph."""
+    def _weigh(self, forward: TrainingForward) -> StepRecord:
+        """Weighs the batch of a training forward."""
 
     def loss(self, batch: Any) -> Tensor:
         """sum_i w_i l_i(theta_{t-1}): a scalar to call ``backward()`` on."""
-        who = type(self).__name__
-        if not torch.is_grad_enabled():
-            raise GradsieveError(f"{who}.loss() must run with gradients enabled; it is called under no_grad.")
-        losses = checked_losses(self.loss_fn(self.model, batch), batch)  # (B,)
-        if not losses.requires_grad:
-            raise GradsieveError("the losses carry no gradient; loss_fn must not detach or run under no_grad.")
-        self._weighed = self._weigh(batch, losses.detach())
+        losses, forward = training_forward(
+            self.model, self.loss_fn, batch, who=type(self).__name__, again=self.sees_again
+        )
+        self._weighed = self._weigh(forward)
         return (self._weighed.weights * losses).sum()
 
     def step(self) -> StepRecord:

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from ..dev import DEV_MODES, dev_gradient
 from ..errors import GradsieveError
-from ..parameters import LossFn, full_precision, norm, snapshot, trainable
-from ..randomness import RandomState, random_state
+from ..forward import TrainingForward
+from ..parameters import LossFn, norm, trainable
 from ..record import StepRecord
-from ..reward import EPSILON, check_estimator, rewards
+from ..reward import EPSILON, check_estimator
 from .base import DevWeighting
 
 
@@ -46,6 +46,8 @@ class BatchWeight(DevWeighting):
     The dev pass happens inside `loss()`, while the training graph waits for its backward: memory peaks at both graphs.
     """
 
+    sees_again = True
+
     def __init__(
         self,
         model: nn.Module,
@@ -64,37 +66,21 @@ class BatchWeight(DevWeighting):
             raise GradsieveError(f"epsilon must be above 0, not {epsilon}.")
         super().__init__(model, loss_fn, dev_loader, seed)
         self.reward, self.dev_mode, self.epsilon = reward, dev_mode, epsilon
-        self._before: tuple[RandomState, dict[str, Tensor]] = ({}, {})
 
-    def loss(self, batch: Any) -> Tensor:
-        """sum_i w_i l_i(theta_t): a scalar to call ``backward()`` on."""
-        # The reward pass is to see the dropout masks and buffers that the training forward sees.
-        self._before = (random_state(self.stream.device), snapshot(dict(self.model.named_buffers())))
-        return super().loss(batch)
-
-    def _weigh(self, batch: Any, losses: Tensor) -> StepRecord:
-        kind = self.stream.device.type
-        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    def _weigh(self, forward: TrainingForward) -> StepRecord:
         dev_batch = self.dev.draw()
         with self.stream:
             dev_loss, d_theta = dev_gradient(
-                self.model, self.loss_fn, dev_batch, trainable(self.model), mode=self.dev_mode, autocast=autocast
+                self.model,
+                self.loss_fn,
+                dev_batch,
+                trainable(self.model),
+                mode=self.dev_mode,
+                autocast=forward.autocast,
             )
-        state, buffers = self._before
-        r = rewards(
-            self.model,
-            self.loss_fn,
-            batch if autocast is None else full_precision(batch),
-            d_theta,
-            estimator=self.reward,
-            # Losses in reduced precision are no base for a small difference.
-            losses=losses if autocast is None else None,
-            state=state,
-            buffers=buffers,
-            epsilon=self.epsilon,
-        ).detach()
+        r = forward.rewards(d_theta, estimator=self.reward, epsilon=self.epsilon)
         finite = {
-            "loss": losses.isfinite().all(),
+            "loss": forward.losses.isfinite().all(),
             "dev gradient": norm(d_theta).isfinite() & dev_loss.isfinite(),
             "reward": r.isfinite().all(),
         }

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from ..errors import GradsieveError
+from ..forward import TrainingForward
 from ..optimizers import load_optimizer
 from ..parameters import LossFn, checked_losses, untouched
 from ..record import StepRecord
@@ -106,8 +107,8 @@ class MentorNet(DevWeighting):
         self.mentor_optimizer = psi_optimizer
         self._level: Tensor | None = None
 
-    def _weigh(self, batch: Any, losses: Tensor) -> StepRecord:
-        labels = _labels(batch)
+    def _weigh(self, forward: TrainingForward) -> StepRecord:
+        labels, losses = _labels(forward.batch), forward.losses
         self._level = level = next_level(self._level, losses, self.percentile)
         percent = min(99, 100 * self.steps // self.total_steps)
         finite = {"loss": losses.isfinite().all(), **self._learn(level, percent)}

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..errors import GradsieveError
+from ..forward import TrainingForward
 from ..parameters import LossFn
 from ..record import StepRecord
 from .base import Weighting, quantile
@@ -57,7 +58,7 @@ class SPCL(Weighting):
         super().__init__(model, loss_fn)
         self.full_at, self.start, self.difficulty = full_at, start, difficulty
 
-    def _weigh(self, batch: Any, losses: Tensor) -> StepRecord:
+    def _weigh(self, forward: TrainingForward) -> StepRecord:
         share = pace(self.steps, self.full_at, self.start)
-        weights = self_paced_weights(self.difficulty(batch, losses), share)
-        return self._record(weights, {"loss": losses.isfinite().all()})
+        weights = self_paced_weights(self.difficulty(forward.batch, forward.losses), share)
+        return self._record(weights, {"loss": forward.losses.isfinite().all()})

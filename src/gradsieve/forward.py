@@ -1,0 +1,66 @@
+"""The training forward, kept so that the reward pass can see it again: same dropout masks, buffers and precision."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .errors import check
+from .parameters import Direction, LossFn, checked_losses, device_of, full_precision, snapshot
+from .randomness import RandomState, random_state
+from .reward import EPSILON, Theta, rewards
+
+
+@dataclass(frozen=True)
+class TrainingForward:
+    """One pass over a training batch at theta_{t-1}."""
+
+    model: nn.Module
+    loss_fn: LossFn
+    batch: Any
+    losses: Tensor
+    """l_i(theta_{t-1}), (B,), free of any graph."""
+    state: RandomState
+    """Before the pass."""
+    buffers: dict[str, Tensor]
+    """Before the pass; empty if nobody is going to see it again."""
+    autocast: torch.dtype | None
+
+    def rewards(
+        self,
+        direction: Direction,
+        *,
+        estimator: str,
+        cosine: bool = False,
+        theta: Theta | None = None,
+        epsilon: float = EPSILON,
+    ) -> Tensor:
+        """v . grad l_i at `theta`, which must be theta_{t-1}; by default the present parameters, (B,)."""
+        return rewards(
+            self.model,
+            self.loss_fn,
+            self.batch if self.autocast is None else full_precision(self.batch),
+            direction,
+            estimator=estimator,
+            cosine=cosine,
+            theta=theta,
+            # Losses in reduced precision are no base for a small difference.
+            losses=self.losses if self.autocast is None else None,
+            state=self.state,
+            buffers=self.buffers,
+            epsilon=epsilon,
+        ).detach()
+
+
+def training_forward(
+    model: nn.Module, loss_fn: LossFn, batch: Any, *, who: str, again: bool
+) -> tuple[Tensor, TrainingForward]:
+    """The losses with their graph, (B,), and the pass without it; `again` if the reward pass is to see it."""
+    check(torch.is_grad_enabled(), f"{who}.loss() must run with gradients enabled; it is called under no_grad.")
+    device = device_of(model)
+    state, buffers = random_state(device), snapshot(dict(model.named_buffers())) if again else {}
+    losses = checked_losses(loss_fn(model, batch), batch)  # (B,)
+    check(losses.requires_grad, "the losses carry no gradient; loss_fn must not detach or run under no_grad.")
+    autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+    return losses, TrainingForward(model, loss_fn, batch, losses.detach(), state, buffers, autocast)
