@@ -60,7 +60,7 @@ def test_peak_memory_counts_what_lives_at_once() -> None:
 
 
 def test_the_breakdown_is_of_the_whole_step() -> None:
-    parts = breakdown(contenders.dds(SUBJECTS["mlp"], CPU), CPU)
+    parts = breakdown(contenders.dds_no_budget(SUBJECTS["mlp"], CPU), CPU)
     assert {"training", "alignment", "dev_gradient", "reward", "scorer"} <= set(parts)
     assert sum(parts.values()) == pytest.approx(1)
 

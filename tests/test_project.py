@@ -21,9 +21,11 @@ SOURCE = ROOT / "src/gradsieve"
 LAYERS = [
     {"errors"},
     {"parameters", "randomness", "record", "kernels"},
-    {"reward", "optimizers", "scorer", "networks", "dev", "gradients"},
+    {"reward", "optimizers", "scorer", "networks", "dev", "gradients", "last_layer", "replay", "budget"},
     {"forward"},
-    {"reweight", "sampling", "resample"},
+    {"sampling"},
+    {"learner"},
+    {"reweight", "resample"},
     {"baselines", "checkup"},
     {"runs"},
     {"images", "translation"},

@@ -137,7 +137,7 @@ def test_psi_gradient_is_the_derivative_of_the_dev_loss(
     record = dds.step()
     assert record is not None
     assert record.skipped is None
-    price = caution * 0.03 * (dds._outlook / 0.03).exp().log1p() * record.rewards.std(correction=0)
+    price = caution * 0.03 * (dds.learner.outlook / 0.03).exp().log1p() * record.rewards.std(correction=0)
     uneven = len(p) * weights.square().sum() - 1
     expected = torch.autograd.grad(surrogate + price * uneven, list(psi.values()))
     wanted, got = torch.cat([e.flatten() for e in expected]), torch.cat([s.flatten() for s in seen])

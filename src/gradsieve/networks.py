@@ -131,6 +131,7 @@ class SignalScorer(nn.Module):
         if (features is None) != (num_features == 0):
             raise GradsieveError("SignalScorer takes features and num_features together, or neither.")
         self.features = features
+        self.reads_batch = features is not None
         self.body = nn.Sequential(nn.Linear(4 + num_features, hidden), nn.Tanh(), _zero_head(hidden, 1))
 
     def forward(self, batch: Any, *, loss: Tensor, alignment: Tensor) -> Tensor:

@@ -50,7 +50,7 @@ class RandomStream:
     """A stream of random numbers of one's own: `with stream:` draws from it and leaves the global one alone."""
 
     def __init__(self, device: torch.device, seed: int):
-        self.device = device
+        self.device, self.seed = device, seed
         self.state = {"cpu": torch.Generator().manual_seed(seed).get_state()}
         if device.type not in ("cpu", "meta"):
             self.state[device.type] = torch.Generator(device).manual_seed(seed).get_state()

@@ -26,6 +26,8 @@ class StepRecord:
     """Part of the step -> whether all its numbers were finite."""
     stepped: bool = True
     """Whether the optimizer moved the model since `loss()`."""
+    update_every: int = 1
+    """Rewards are measured at every k-th step: what a budget chose, where there is one."""
 
     @property
     def skipped(self) -> str | None:
@@ -45,6 +47,7 @@ class StepRecord:
             "weight_max": _number(self.weights.max()),
             "effective_sample_size": _number(self.effective_sample_size),
             "dev_loss": _number(self.dev_loss),
+            "update_every": self.update_every,
             "skipped": self.skipped,
         }
 

@@ -16,34 +16,23 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.profiler import record_function
 
+from .budget import Budget
 from .dev import DEV_MODES, DevBatches, dev_gradient
 from .errors import GradsieveError, check
 from .forward import TrainingForward, training_forward
-from .networks import SignalScorer
-from .optimizers import after_each_step, is_known, load_optimizer, no_derivative, optimizer_derivative
-from .parameters import LossFn, device_of, norm, snapshot, trainable, untouched
+from .last_layer import LastLayer
+from .learner import Learner, Weighed
+from .optimizers import after_each_step, is_known, no_derivative, optimizer_derivative
+from .parameters import LossFn, device_of, norm, snapshot, trainable
 from .randomness import RandomStream
 from .record import StepRecord
 from .reward import EPSILON, check_estimator
 from .sampling import ScoreSampler
-from .scorer import (
-    CAUTION,
-    MAX_LOGIT,
-    OUTLOOK_START,
-    PSI_GRADIENTS,
-    bounded,
-    checked_scores,
-    climb,
-    default_optimizer,
-    effective_sample_size,
-    example_weights,
-    learned,
-    outlook,
-    price_of_uneven_weights,
-    psi_objective,
-)
+from .scorer import CAUTION, MAX_LOGIT, effective_sample_size
 
-SIGNALS = ("loss", "alignment")
+ALIGNMENTS = ("full", "last_layer")
+REPLAY = 32
+"""Batches of rewards that a budget keeps."""
 DID_NOT_STEP = (
     "optimizer.step() has not run since dds.loss(), so the scorer was not updated. That is right when a "
     "GradScaler skips a step; otherwise call dds.step() after optimizer.step()."
@@ -51,16 +40,13 @@ DID_NOT_STEP = (
 
 
 @dataclass
-class _Weighed:
+class _Turn:
     """What `loss()` leaves for `step()`."""
 
     forward: TrainingForward
+    weighed: Weighed
     theta_prev: dict[str, Tensor]
-    """Empty if the scorer's turn does not come."""
-    scored: Tensor
-    """Whether all scores were finite."""
-    logits: Tensor  # (B,), zeros if not
-    weights: Tensor  # (B,)
+    """Empty if no rewards are to be measured."""
     derivative: dict[str, float | Tensor] | None = None
     """g', set when the optimizer steps."""
 
@@ -93,7 +79,14 @@ class DDS:
         cosine: reward by cosine instead of dot product; only with ``"per_example"``.
         psi_gradient: ``"expectation"`` (Eq. 6) or ``"algorithm1"`` (as printed); see scorer.py.
         optimizer_aware: pass the dev gradient through the optimizer's derivative (appendix A.1).
-        update_every: update the scorer at every k-th step. Weights are computed at every step.
+        update_every: measure rewards at every k-th step. Weights are computed at every step.
+        replay: how many batches of rewards are kept, so that the scorer learns at every step; see replay.py. Where the
+            scorer reads the batch, as many batches are kept too. Rewards then count in units of their deviation.
+        alignment: how the signal of that name is measured: ``"full"``, a forward pass, or ``"last_layer"``, next to
+            nothing; see last_layer.py. Rewards are those of all layers in any case.
+        overhead: a budget, such as 0.10: how much longer than plain training a step may take. It chooses `update_every`
+            by the time that steps take, last-layer alignment where the model has such a layer, and a replay of 32.
+            Runs are then no longer the same to the last bit; ``record.update_every`` tells what was chosen.
         max_logit: scores are bounded to +-max_logit by tanh; None for no bound.
         uniform_mix: share of each weight that is simply 1/B.
         caution: the price of uneven weights, in units of what a plain step does for dev: it falls as that does. At 0
@@ -125,6 +118,9 @@ class DDS:
         psi_gradient: str = "expectation",
         optimizer_aware: bool = True,
         update_every: int = 1,
+        replay: int = 0,
+        alignment: str = "full",
+        overhead: float | None = None,
         max_logit: float | None = MAX_LOGIT,
         uniform_mix: float = 0.0,
         caution: float = CAUTION,
@@ -134,12 +130,11 @@ class DDS:
         seed: int | None = None,
     ):
         check_estimator(reward, cosine)
-        check(psi_gradient in PSI_GRADIENTS, f"psi_gradient must be one of {PSI_GRADIENTS}, not {psi_gradient!r}.")
         check(dev_mode in DEV_MODES, f"dev_mode must be one of {DEV_MODES}, not {dev_mode!r}.")
         check(update_every >= 1, f"update_every must be at least 1, not {update_every}.")
-        check(max_logit is None or max_logit > 0, f"max_logit must be above 0 or None, not {max_logit}.")
-        check(0 <= uniform_mix <= 1, f"uniform_mix must lie between 0 and 1, not {uniform_mix}.")
-        check(caution >= 0, f"caution must be 0 or more, not {caution}.")
+        check(alignment in ALIGNMENTS, f"alignment must be one of {ALIGNMENTS}, not {alignment!r}.")
+        check(overhead is None or overhead > 0, f"overhead must be above 0, such as 0.1, not {overhead}.")
+        check(overhead is None or update_every == 1, "overhead chooses update_every: give one of them.")
         check(epsilon > 0, f"epsilon must be above 0, not {epsilon}.")
         check(bool(trainable(model)), "the model has no parameter that requires a gradient.")
         check(isinstance(optimizer, Optimizer), f"optimizer must be a torch one, not {type(optimizer).__name__}.")
@@ -147,107 +142,120 @@ class DDS:
         self.model, self.loss_fn, self.optimizer = model, loss_fn, optimizer
         device = device_of(model)
         self.stream = RandomStream(device, torch.initial_seed() if seed is None else seed)
-        if scorer is None:
-            with self.stream:
-                scorer = SignalScorer().to(device)
-        self.scorer = scorer
-        unknown = set(getattr(scorer, "signals", ())) - set(SIGNALS)
-        check(not unknown, f"the scorer asks for signals {sorted(unknown)}; there are {SIGNALS}.")
-        self.scorer_optimizer = scorer_optimizer or default_optimizer(scorer)
+        self.budget = None if overhead is None else Budget(overhead, device)
+        if self.budget is not None:
+            replay = replay or (0 if sampler else REPLAY)
+            alignment = "last_layer" if any(isinstance(m, nn.Linear) for m in model.modules()) else alignment
+        self.learner = Learner(
+            scorer,
+            scorer_optimizer,
+            self.stream,
+            psi_gradient=psi_gradient,
+            max_logit=max_logit,
+            uniform_mix=uniform_mix,
+            caution=caution,
+            replay=replay,
+            sampler=sampler,
+        )
         check(
-            {id(p) for p in learned(self.scorer_optimizer)}.isdisjoint(id(p) for p in model.parameters()),
+            {id(p) for p in self.learner.psi}.isdisjoint(id(p) for p in model.parameters()),
             "the scorer and the model share parameters; the scorer's update would train the model. "
             "Give the scorer a copy (copy.deepcopy), or pass a scorer_optimizer of its own parameters only.",
         )
-        check(
-            sampler is None or (sampler.scorer is scorer and sampler.max_logit == max_logit),
-            "sampler must be a ScoreSampler of the same scorer and with the same max_logit.",
-        )
+        wanted = "alignment" in self.learner.signals
+        self.last_layer = LastLayer(model) if wanted and alignment == "last_layer" else None
         self.dev = DevBatches(dev_loader, self.stream)
-        self.reward, self.cosine, self.epsilon = reward, cosine, epsilon
-        self.psi_gradient, self.sampler = psi_gradient, sampler
+        self.reward, self.cosine, self.epsilon, self.dev_mode = reward, cosine, epsilon, dev_mode
         self.optimizer_aware = optimizer_aware and is_known(optimizer)
-        self.update_every, self.max_logit, self.uniform_mix = update_every, max_logit, uniform_mix
-        self.caution, self.dev_mode = caution, dev_mode
 
-        self.steps = 0
+        self._every = update_every
+        self.steps = self._since = 0
         self._skipped = torch.zeros((), dtype=torch.long, device=device)
-        self._outlook = torch.full((), OUTLOOK_START, device=device)
         self._direction: dict[str, Tensor] = {}
-        self._weighed: _Weighed | None = None
+        self._turn: _Turn | None = None
         self._warned = False
         after_each_step(optimizer, self, DDS._after_optimizer_step)
 
     def loss(self, batch: Any) -> Tensor:
         """sum_i p_i l_i(theta_{t-1}), lines 3 to 5 of Algorithm 1: a scalar to call ``backward()`` on."""
-        updating = (self.steps + 1) % self.update_every == 0
-        again = updating or "alignment" in getattr(self.scorer, "signals", ())
-        losses, forward = training_forward(self.model, self.loss_fn, batch, who="DDS", again=again)
-        theta_prev = snapshot(trainable(self.model)) if updating else {}
+        self._mark()
+        learning = self._since + 1 >= self.update_every
+        again = learning or ("alignment" in self.learner.signals and self.last_layer is None)
+        self._mark()
+        with self.last_layer.heard() if self.last_layer else nullcontext():
+            losses, forward = training_forward(self.model, self.loss_fn, batch, who="DDS", again=again)
+        self._mark()
+        theta_prev = snapshot(trainable(self.model)) if learning else {}
         with record_function("gradsieve.alignment"):
-            signals = self._signals(forward)
-        with record_function("gradsieve.scorer"), self.stream, torch.set_grad_enabled(updating):
-            with untouched(self.scorer, training=False) if self.sampler else nullcontext():
-                scores = checked_scores(self.scorer(batch, **signals), losses)
-            scored = scores.isfinite().all()
-            logits = bounded(torch.where(scored, scores, 0.0), self.max_logit)
-            if self.sampler is not None:
-                logits = logits - checked_scores(self.sampler.logits(batch), losses)
-            weights = example_weights(logits, self.uniform_mix)
-        self._weighed = _Weighed(forward, theta_prev, scored, logits, weights)
-        return (weights.detach() * losses).sum()
+            signals = self._signals(losses, forward)
+        weighed = self.learner.weigh(batch, signals, forward.losses, learning=learning)
+        self._turn = _Turn(forward, weighed, theta_prev)
+        loss = (weighed.weights.detach() * losses).sum()
+        self._mark()
+        return loss
 
     def step(self) -> StepRecord | None:
-        """Lines 7 to 10 of Algorithm 1, after ``optimizer.step()``. A record if the scorer's turn came, else None."""
-        weighed, self._weighed = self._weighed, None
-        if weighed is None:
+        """Lines 7 to 10 of Algorithm 1, after ``optimizer.step()``. A record if rewards were measured, else None."""
+        turn, self._turn = self._turn, None
+        if turn is None:
             raise GradsieveError("dds.step() needs the batch of dds.loss(): call loss() first, then step() once.")
+        self._mark()
         self.steps += 1
-        if not weighed.theta_prev:
-            return None
-        forward, weights = weighed.forward, weighed.weights.detach()
+        self._since += 1
+        record = self._learn(turn) if turn.theta_prev else None
+        self.learner.hear_again()
+        self._mark()
+        if self.budget is not None:
+            self.budget.ended(record is not None)
+        return record
+
+    def _learn(self, turn: _Turn) -> StepRecord:
+        """The dev gradient at theta_t, the rewards of the batch, and psi's step by them."""
+        since, self._since = self._since, 0
+        forward, weights = turn.forward, turn.weighed.weights.detach()
         size = effective_sample_size(weights)
-        if weighed.derivative is None:
+        if turn.derivative is None:
             if not self._warned:
-                warnings.warn(DID_NOT_STEP, stacklevel=2)
+                warnings.warn(DID_NOT_STEP, stacklevel=3)
             self._warned, self._skipped = True, self._skipped + 1
             nothing = torch.full_like(weights, torch.nan)
-            return StepRecord(self.steps, nothing, weights, size, nothing.mean(), {}, stepped=False)
+            return StepRecord(self.steps, nothing, weights, size, nothing.mean(), {}, False, self.update_every)
 
-        theta = trainable(self.model)
         dev_batch = self.dev.draw()
         with record_function("gradsieve.dev_gradient"), self.stream:
             dev_loss, d_theta = dev_gradient(
-                self.model, self.loss_fn, dev_batch, theta, mode=self.dev_mode, autocast=forward.autocast
+                self.model,
+                self.loss_fn,
+                dev_batch,
+                trainable(self.model),
+                mode=self.dev_mode,
+                autocast=forward.autocast,
             )
-        self._direction = {name: g * d_theta[name] for name, g in weighed.derivative.items() if name in d_theta}
+        self._direction = {name: g * d_theta[name] for name, g in turn.derivative.items() if name in d_theta}
         with record_function("gradsieve.reward"):
-            r = self._rewards(forward, weighed.theta_prev)
+            r = self._rewards(forward, turn.theta_prev)
 
         finite = {
             "loss": forward.losses.isfinite().all(),
-            "score": weighed.scored,
+            "score": turn.weighed.scored,
             "dev gradient": norm(d_theta).isfinite() & dev_loss.isfinite(),
             "reward": r.isfinite().all(),
         }
         good = torch.stack(list(finite.values())).all()
-        if self.scorer_optimizer is not None and weighed.logits.requires_grad:
-            self._outlook = torch.where(good, outlook(self._outlook, r), self._outlook)
-            price = price_of_uneven_weights(self.caution, self._outlook, r)
-            objective = psi_objective(weighed.logits, weighed.weights, r, self.psi_gradient, price)
-            with record_function("gradsieve.scorer"):
-                finite["psi gradient"] = climb(self.scorer_optimizer, objective, good) | ~good
-            good = good & finite["psi gradient"]
-        self._skipped += ~good
-        return StepRecord(self.steps, r, weights, size, dev_loss, finite)
+        learned = self.learner.learn(forward.batch, turn.weighed, r, good, since)
+        finite["psi gradient"] = learned | ~good
+        self._skipped += ~learned
+        return StepRecord(self.steps, r, weights, size, dev_loss, finite, update_every=self.update_every)
 
-    def _signals(self, forward: TrainingForward) -> dict[str, Tensor]:
+    def _signals(self, losses: Tensor, forward: TrainingForward) -> dict[str, Tensor]:
         """What the scorer asks to be told, at theta_{t-1}. Where no usable dev gradient is known, alignment is zero."""
-        wanted = getattr(self.scorer, "signals", ())
-        signals = {"loss": forward.losses} if "loss" in wanted else {}
-        if "alignment" in wanted:
-            nothing = torch.zeros_like(forward.losses)
-            found = self._rewards(forward) if self._direction else nothing
+        signals = {"loss": forward.losses} if "loss" in self.learner.signals else {}
+        if "alignment" in self.learner.signals:
+            found = nothing = torch.zeros_like(forward.losses)
+            if self.last_layer is not None:
+                found = self.last_layer.alignment(losses, self._direction)
+            elif self._direction:
+                found = self._rewards(forward)
             signals["alignment"] = torch.where(found.isfinite().all(), found, nothing)
         return signals
 
@@ -259,13 +267,30 @@ class DDS:
 
     def _after_optimizer_step(self) -> None:
         """Takes g' while gradients and learning rates are still those of the step."""
-        if self._weighed is not None and self._weighed.theta_prev:
+        if self._turn is not None and self._turn.theta_prev:
             theta = trainable(self.model)
-            self._weighed.derivative = (
-                optimizer_derivative(self.optimizer, theta, self._weighed.theta_prev)
+            self._turn.derivative = (
+                optimizer_derivative(self.optimizer, theta, self._turn.theta_prev)
                 if self.optimizer_aware
                 else no_derivative(self.optimizer, theta)
             )
+
+    def _mark(self) -> None:
+        if self.budget is not None:
+            self.budget.mark()
+
+    @property
+    def scorer(self) -> nn.Module:
+        return self.learner.scorer
+
+    @property
+    def scorer_optimizer(self) -> Optimizer | None:
+        return self.learner.optimizer
+
+    @property
+    def update_every(self) -> int:
+        """Rewards are measured at every k-th step; with a budget, what it chooses now."""
+        return self._every if self.budget is None else self.budget.every
 
     @property
     def skipped(self) -> int:
@@ -276,23 +301,22 @@ class DDS:
         """All that a resumed run needs besides model and optimizer. To be taken after `step()`."""
         return {
             "steps": self.steps,
+            "since": self._since,
             "skipped": self._skipped.clone(),
-            "outlook": self._outlook.clone(),
-            "scorer": self.scorer.state_dict(),
-            "scorer_optimizer": self.scorer_optimizer.state_dict() if self.scorer_optimizer else None,
+            **self.learner.state_dict(),
             "direction": dict(self._direction),
             "random": dict(self.stream.state),
             "dev": self.dev.state_dict(),
+            "budget": self.budget.state_dict() if self.budget else None,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.scorer.load_state_dict(state["scorer"])
-        if self.scorer_optimizer:
-            load_optimizer(self.scorer_optimizer, state["scorer_optimizer"])
+        self.learner.load_state_dict(state)
         self._direction = {n: v.to(self.stream.device).clone() for n, v in state["direction"].items()}
         self.stream.state = {device: value.cpu() for device, value in state["random"].items()}
         self.dev.load_state_dict(state["dev"])
-        self.steps = state["steps"]
+        if self.budget is not None:
+            self.budget.load_state_dict(state["budget"])
+        self.steps, self._since = state["steps"], state["since"]
         self._skipped = state["skipped"].to(self.stream.device).clone()
-        self._outlook = state["outlook"].to(self.stream.device).clone()
-        self._weighed = None
+        self._turn = None

@@ -43,10 +43,13 @@ def effective_sample_size(weights: Tensor) -> Tensor:
     return 1 / weights.square().sum()
 
 
-def outlook(before: Tensor, rewards: Tensor) -> Tensor:
-    """A running mean of ``mean_i r_i / sigma_r``: what a plain step still does for dev, beside how examples differ."""
+def outlook(before: Tensor, rewards: Tensor, steps: int = 1) -> Tensor:
+    """A running mean of ``mean_i r_i / sigma_r``: what a plain step still does for dev, beside how examples differ.
+
+    `steps` is how many training steps went by since the rewards before these.
+    """
     now = rewards.mean() / rewards.std(correction=0).clamp_min(1e-30)
-    return before.lerp(now.clamp(-1, 1).to(before), OUTLOOK_RATE)
+    return before.lerp(now.clamp(-1, 1).to(before), 1 - (1 - OUTLOOK_RATE) ** steps)
 
 
 def price_of_uneven_weights(caution: float, outlook: Tensor, rewards: Tensor) -> Tensor:

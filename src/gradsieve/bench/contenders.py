@@ -12,6 +12,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 
 from ..baselines import BatchWeight, Uniform
+from ..budget import FIRST
 from ..errors import GradsieveError
 from ..networks import like
 from ..randomness import random_state
@@ -49,7 +50,26 @@ def uniform(subject: Subject, device: torch.device) -> Step:
 
 
 def dds(subject: Subject, device: torch.device) -> Step:
+    """With a budget of a tenth, which has made its choice before the clock starts."""
+    step = _training(
+        subject, device, lambda model, optimizer, dev: DDS(model, None, loss_fn, optimizer, dev, overhead=0.10)
+    )
+    for _ in range(2 * FIRST + 2):
+        step()
+    return step
+
+
+def dds_no_budget(subject: Subject, device: torch.device) -> Step:
     return _training(subject, device, lambda model, optimizer, dev: DDS(model, None, loss_fn, optimizer, dev))
+
+
+def dds_same_scorer(subject: Subject, device: torch.device) -> Step:
+    """A scorer of the model's architecture that learns at every 16th step."""
+    return _training(
+        subject,
+        device,
+        lambda model, optimizer, dev: DDS(model, like(model), loss_fn, optimizer, dev, update_every=16),
+    )
 
 
 def dds_every_step(subject: Subject, device: torch.device) -> Step:
@@ -157,6 +177,8 @@ def batchweight_higher(subject: Subject, device: torch.device) -> Step:
 CONTENDERS: dict[str, Callable[[Subject, torch.device], Step]] = {
     "uniform": uniform,
     "dds": dds,
+    "dds-no-budget": dds_no_budget,
+    "dds-same-scorer": dds_same_scorer,
     "dds-every-step": dds_every_step,
     "batchweight": batchweight,
     "batchweight-higher": batchweight_higher,

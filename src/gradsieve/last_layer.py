@@ -1,0 +1,77 @@
+"""Eq. 2 in the last linear layer alone, from what training computes anyway: an alignment for next to nothing.
+
+For a layer z_i = W a_i + b the gradient of l_i is delta_i a_i^T in W and delta_i in b, with delta_i = dl_i / dz_i. So
+
+    v . grad l_i = delta_i . (V a_i + v_b),       V and v_b being the parts of the direction v in that layer.
+
+It needs the layer's input, which the training forward has seen, and the gradient of the losses down to its output.
+"""
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .errors import GradsieveError, check
+from .parameters import Direction
+
+
+class LastLayer:
+    """Listens to the last linear layer that the model lists.
+
+    A hook stays on that layer. It keeps nothing outside of `heard`, and copies of the model are not listened to.
+    """
+
+    def __init__(self, model: nn.Module):
+        layers = [
+            (name, module)
+            for name, module in model.named_modules()
+            if isinstance(module, nn.Linear) and module.weight.requires_grad
+        ]
+        check(
+            bool(layers),
+            "alignment='last_layer' needs a linear layer that is trained; the model has none: use alignment='full'.",
+        )
+        self.name, layer = layers[-1]
+        self._listening = False
+        self._input: Tensor | None = None
+        self._output: Tensor | None = None
+        me = weakref.ref(self)
+
+        def listen(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
+            listener = me()
+            if listener is not None and listener._listening:
+                listener._input, listener._output = inputs[0].detach(), output
+
+        layer.register_forward_hook(listen)
+
+    @contextmanager
+    def heard(self) -> Iterator[None]:
+        """Inside, the layer's latest input and output are kept."""
+        self._listening = True
+        try:
+            yield
+        finally:
+            self._listening = False
+
+    def alignment(self, losses: Tensor, direction: Direction) -> Tensor:
+        """v . grad l_i in the layer, (B,), of the losses (B,) of the pass that was heard; once for each pass."""
+        a, z, self._input, self._output = self._input, self._output, None, None
+        if a is None or z is None or z.ndim < 2 or len(z) != len(losses):
+            found = "was not called" if z is None else f"gave shape {tuple(z.shape)}"
+            raise GradsieveError(
+                f"alignment='last_layer' wants one row for each of the {len(losses)} examples from the layer "
+                f"{self.name or 'itself'}, which {found}: use alignment='full'."
+            )
+        (delta,) = torch.autograd.grad(losses.sum(), z, retain_graph=True)
+        prefix = f"{self.name}." if self.name else ""
+        v_w, v_b = direction.get(f"{prefix}weight"), direction.get(f"{prefix}bias")
+        change = torch.zeros_like(delta, dtype=losses.dtype)
+        if v_w is not None:
+            change = change + a.to(v_w.dtype) @ v_w.T
+        if v_b is not None:
+            change = change + v_b
+        return (change * delta).flatten(1).sum(1).to(losses.dtype)

@@ -1,0 +1,145 @@
+"""psi: a scorer, how it weighs a minibatch, and how it learns from rewards, fresh or heard before."""
+
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.profiler import record_function
+
+from .errors import check
+from .networks import SignalScorer
+from .optimizers import load_optimizer
+from .parameters import untouched
+from .randomness import RandomStream, seeded
+from .replay import Lesson, Ring
+from .sampling import ScoreSampler
+from .scorer import (
+    OUTLOOK_START,
+    PSI_GRADIENTS,
+    bounded,
+    checked_scores,
+    climb,
+    default_optimizer,
+    example_weights,
+    learned,
+    outlook,
+    price_of_uneven_weights,
+    psi_objective,
+)
+
+SIGNALS = ("loss", "alignment")
+
+
+class Weighed(NamedTuple):
+    """A minibatch as psi sees it."""
+
+    signals: dict[str, Tensor]
+    scored: Tensor
+    """Whether all scores were finite."""
+    logits: Tensor  # (B,), zeros if not
+    weights: Tensor  # (B,)
+
+
+class Learner:
+    """Holds psi and all that its learning needs; arguments as in `DDS`."""
+
+    def __init__(
+        self,
+        scorer: nn.Module | None,
+        optimizer: Optimizer | None,
+        stream: RandomStream,
+        *,
+        psi_gradient: str,
+        max_logit: float | None,
+        uniform_mix: float,
+        caution: float,
+        replay: int,
+        sampler: ScoreSampler | None,
+    ):
+        check(psi_gradient in PSI_GRADIENTS, f"psi_gradient must be one of {PSI_GRADIENTS}, not {psi_gradient!r}.")
+        check(max_logit is None or max_logit > 0, f"max_logit must be above 0 or None, not {max_logit}.")
+        check(0 <= uniform_mix <= 1, f"uniform_mix must lie between 0 and 1, not {uniform_mix}.")
+        check(caution >= 0, f"caution must be 0 or more, not {caution}.")
+        check(replay >= 0, f"replay must be 0 or more, not {replay}.")
+        check(sampler is None or not replay, "lessons cannot be replayed for batches that a sampler has drawn.")
+        if scorer is None:
+            with stream:
+                scorer = SignalScorer().to(stream.device)
+        unknown = set(getattr(scorer, "signals", ())) - set(SIGNALS)
+        check(not unknown, f"the scorer asks for signals {sorted(unknown)}; there are {SIGNALS}.")
+        check(
+            sampler is None or (sampler.scorer is scorer and sampler.max_logit == max_logit),
+            "sampler must be a ScoreSampler of the same scorer and with the same max_logit.",
+        )
+        self.scorer, self.stream, self.sampler = scorer, stream, sampler
+        self.optimizer = optimizer or default_optimizer(scorer)
+        self.psi_gradient, self.caution = psi_gradient, caution
+        self.max_logit, self.uniform_mix = max_logit, uniform_mix
+        self.ring = Ring(replay, seeded(stream.seed, "replay")) if replay else None
+        self.outlook = torch.full((), OUTLOOK_START, device=stream.device)
+
+    @property
+    def signals(self) -> tuple[str, ...]:
+        """What the scorer asks to be told."""
+        return tuple(getattr(self.scorer, "signals", ()))
+
+    @property
+    def psi(self) -> list[Tensor]:
+        return learned(self.optimizer)
+
+    def weigh(self, batch: Any, signals: dict[str, Tensor], losses: Tensor, *, learning: bool) -> Weighed:
+        """Lines 3 and 4: scores and weights, with psi's graph if it is to learn from them."""
+        with record_function("gradsieve.scorer"), self.stream, torch.set_grad_enabled(learning):
+            with untouched(self.scorer, training=False) if self.sampler else nullcontext():
+                scores = checked_scores(self.scorer(batch, **signals), losses)
+            scored = scores.isfinite().all()
+            logits = bounded(torch.where(scored, scores, 0.0), self.max_logit)
+            if self.sampler is not None:
+                logits = logits - checked_scores(self.sampler.logits(batch), losses)
+            return Weighed(signals, scored, logits, example_weights(logits, self.uniform_mix))
+
+    def learn(self, batch: Any, weighed: Weighed, r: Tensor, good: Tensor, steps: int) -> Tensor:
+        """Line 10: psi's step by fresh rewards, `steps` after the ones before. Returns whether all went well."""
+        if self.optimizer is None or not weighed.logits.requires_grad:
+            return good
+        self.outlook = torch.where(good, outlook(self.outlook, r, steps), self.outlook)
+        if self.ring is not None:
+            r = r / r.std(correction=0).clamp_min(1e-30)
+        with record_function("gradsieve.scorer"):
+            good = good & self._climb(weighed.logits, weighed.weights, r, good)
+        if self.ring is not None:
+            kept = batch if getattr(self.scorer, "reads_batch", True) else None
+            self.ring.add(Lesson(kept, weighed.signals, torch.where(good, r, 0.0)), weighed.weights.detach())
+        return good
+
+    def hear_again(self) -> None:
+        """psi's step by one of the lessons that it has heard before, if they are kept."""
+        lesson = None if self.ring is None or self.optimizer is None else self.ring.draw()
+        if lesson is None:
+            return
+        with record_function("gradsieve.replay"):
+            weighed = self.weigh(lesson.batch, dict(lesson.signals), lesson.rewards, learning=True)
+            self._climb(weighed.logits, weighed.weights, lesson.rewards, weighed.scored)
+
+    def _climb(self, logits: Tensor, weights: Tensor, r: Tensor, good: Tensor) -> Tensor:
+        assert self.optimizer is not None
+        price = price_of_uneven_weights(self.caution, self.outlook, r)
+        return climb(self.optimizer, psi_objective(logits, weights, r, self.psi_gradient, price), good)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "scorer": self.scorer.state_dict(),
+            "scorer_optimizer": self.optimizer.state_dict() if self.optimizer else None,
+            "outlook": self.outlook.clone(),
+            "ring": self.ring.state_dict() if self.ring else None,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.scorer.load_state_dict(state["scorer"])
+        if self.optimizer:
+            load_optimizer(self.optimizer, state["scorer_optimizer"])
+        self.outlook = state["outlook"].to(self.stream.device).clone()
+        if self.ring is not None:
+            self.ring.load_state_dict(state["ring"], self.stream.device)

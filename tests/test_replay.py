@@ -1,0 +1,276 @@
+"""Less work for the same signal: last-layer alignment, lessons heard again, a budget."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.optim import SGD, Adam
+from zoo import KINDS, cross_entropy, make, mlp
+
+from gradsieve import DDS, GradsieveError, MLPScorer, SignalScorer, alignment
+from gradsieve import budget as budget_module
+from gradsieve.budget import FIRST, LONGEST, Budget, steps_between
+from gradsieve.last_layer import LastLayer
+from gradsieve.replay import Lesson, Ring, foresight
+
+CPU = torch.device("cpu")
+
+
+class TestLastLayer:
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_it_is_the_exact_alignment_in_that_layer(self, kind: str) -> None:
+        model, batch = make(kind, 5, 4, 3)
+        layer = LastLayer(model)
+        direction = {
+            name: torch.randn_like(p) if name.startswith(f"{layer.name}.") else torch.zeros_like(p)
+            for name, p in model.named_parameters()
+        }
+        state = torch.get_rng_state()
+        with layer.heard():
+            losses = cross_entropy(model, batch)
+        found = layer.alignment(losses, direction)
+        torch.set_rng_state(state)
+        expected = alignment(model, cross_entropy, batch, direction, estimator="per_example")
+        torch.testing.assert_close(found, expected)
+        losses.sum().backward()  # the graph is still there
+
+    def test_rows_of_several_places_count_together(self) -> None:
+        """A layer that is applied to each of T places of an example."""
+        model, x = nn.Linear(4, 3).double(), torch.randn(5, 7, 4).double()
+
+        def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
+            return model(batch).square().mean((1, 2))
+
+        layer, direction = LastLayer(model), {n: torch.randn_like(p) for n, p in model.named_parameters()}
+        with layer.heard():
+            losses = loss_fn(model, x)
+        torch.testing.assert_close(layer.alignment(losses, direction), alignment(model, loss_fn, x, direction))
+
+    def test_it_listens_to_nothing_else(self) -> None:
+        model, batch = make("mlp", 5, 4, 3)
+        layer = LastLayer(model)
+        twin = copy.deepcopy(model)
+        with layer.heard():
+            losses = cross_entropy(model, batch)
+        cross_entropy(twin, batch)
+        model(torch.randn(2, 4).double())
+        assert layer.alignment(losses, {}).tolist() == [0] * 5
+        with pytest.raises(GradsieveError, match="was not called"):
+            layer.alignment(losses, {})
+
+    def test_what_it_cannot_do_is_said(self) -> None:
+        with pytest.raises(GradsieveError, match="the model has none"):
+            LastLayer(nn.Conv2d(1, 1, 1))
+        model = nn.Linear(4, 3)
+        layer = LastLayer(model)
+        with layer.heard():
+            losses = model(torch.randn(6, 4)).view(2, 9).mean(1)
+        with pytest.raises(GradsieveError, match=r"gave shape \(6, 3\)"):
+            layer.alignment(losses, {})
+
+    def test_a_direction_without_the_layer_is_nothing(self) -> None:
+        model, batch = make("mlp", 5, 4, 3)
+        layer = LastLayer(model)
+        with layer.heard():
+            losses = cross_entropy(model, batch)
+        assert layer.alignment(losses, {"0.weight": torch.ones(8, 4)}).tolist() == [0] * 5
+
+
+def lesson(value: float, count: int = 4) -> Lesson:
+    return Lesson(None, {"loss": torch.full((count,), value)}, torch.tensor([1.0, -1.0] * (count // 2)))
+
+
+class TestRing:
+    def ring(self, size: int = 8) -> Ring:
+        return Ring(size, torch.Generator().manual_seed(0))
+
+    def test_foresight_is_a_correlation(self) -> None:
+        w, r = torch.randn(50), torch.randn(50)
+        expected = torch.corrcoef(torch.stack([w, r]))[0, 1]
+        torch.testing.assert_close(foresight(w, r), expected)
+        assert float(foresight(torch.full((4,), 0.25), torch.randn(4))) == 0
+
+    def test_the_young_come_more_often_and_the_old_are_forgotten(self) -> None:
+        ring = self.ring(4)
+        assert ring.draw() is None
+        for value in range(6):
+            ring.add(lesson(value), torch.full((4,), 0.25))
+        drawn = [float(ring.draw().signals["loss"][0]) for _ in range(400)]  # type: ignore[union-attr]
+        counts = [drawn.count(value) for value in range(6)]
+        assert counts[:2] == [0, 0]
+        assert counts[2] < counts[5]
+        assert min(counts[2:]) > 50
+
+    def test_lessons_that_mislead_make_it_shorter_and_good_ones_longer(self) -> None:
+        ring, bad, good = self.ring(), torch.tensor([0.0, 0.5, 0.0, 0.5]), torch.tensor([0.5, 0.0, 0.5, 0.0])
+        for _ in range(6):
+            ring.add(lesson(0), bad)
+        assert ring.length == 1
+        lengths = []
+        for _ in range(16):
+            ring.add(lesson(0), good)
+            lengths.append(ring.length)
+        assert lengths[-1] == 8
+        assert lengths == sorted(lengths)
+
+    def test_its_bytes(self) -> None:
+        ring = self.ring(3)
+        for _ in range(5):
+            ring.add(lesson(0.0, 10), torch.full((10,), 0.1))
+        assert ring.bytes == 3 * 2 * 10 * 4
+
+    def test_saved_and_loaded_it_goes_on_alike(self) -> None:
+        ring = self.ring()
+        for value in range(5):
+            ring.add(lesson(value), torch.rand(4))
+        again = self.ring()
+        again.load_state_dict(ring.state_dict(), CPU)
+        assert (again.length, again.bytes) == (ring.length, ring.bytes)
+        for _ in range(5):
+            assert torch.equal(again.draw().signals["loss"], ring.draw().signals["loss"])  # type: ignore[union-attr]
+
+
+def problem(seed: int = 0) -> tuple[nn.Module, list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]], Tensor]:
+    """Three classes, half of the training labels wrong; batches of 32, and whether the labels of the first are."""
+    torch.manual_seed(seed)
+    x = torch.randn(640, 6)
+    y = x[:, :3].argmax(1)
+    wrong = torch.rand(640) < 0.4
+    noisy = torch.where(wrong, (y + 1 + torch.randint(2, y.shape)) % 3, y)
+    dev_x = torch.randn(128, 6)
+    dev = list(zip(dev_x.split(32), dev_x[:, :3].argmax(1).split(32), strict=True))
+    return mlp(6, 3, 32), list(zip(x.split(32), noisy.split(32), strict=True)), dev, wrong
+
+
+def trained(steps: int, **options: Any) -> tuple[DDS, dict[str, Any]]:
+    model, batches, dev, wrong = problem()
+    optimizer = Adam(model.parameters(), lr=0.01)
+    dds = DDS(model, options.pop("scorer", None), cross_entropy, optimizer, dev, seed=0, **options)
+    weights, records = torch.ones(640), []
+    for step in range(steps):
+        place = step % len(batches)
+        optimizer.zero_grad()
+        dds.loss(batches[place]).backward()
+        assert dds._turn is not None
+        weights[32 * place : 32 * (place + 1)] = 32 * dds._turn.weighed.weights.detach()
+        optimizer.step()
+        records.append(dds.step())
+    return dds, {"right": weights[~wrong].mean(), "wrong": weights[wrong].mean(), "records": records}
+
+
+@pytest.mark.parametrize("how", ["full", "last_layer"])
+def test_rewards_at_every_eighth_step_teach_when_they_are_replayed(how: str) -> None:
+    dds, found = trained(400, update_every=8, replay=32, alignment=how, caution=1.0)
+    assert found["right"] > 1.2 * found["wrong"]
+    assert [r is not None for r in found["records"][:16]] == [step % 8 == 7 for step in range(16)]
+    assert dds.learner.ring is not None
+    assert dds.learner.ring.bytes == 32 * 3 * 32 * 4  # loss, alignment, rewards: no batch is kept
+
+
+def test_a_scorer_that_reads_the_batch_has_it_kept() -> None:
+    dds, _ = trained(20, scorer=MLPScorer(6, 3), update_every=2, replay=4)
+    assert dds.learner.ring is not None
+    assert dds.learner.ring.bytes == 4 * (32 * 6 * 4 + 32 * 8 + 32 * 4)
+
+
+def test_a_resumed_run_with_replay_goes_on_bit_for_bit() -> None:
+    options: dict[str, Any] = {"update_every": 3, "replay": 4, "alignment": "last_layer", "seed": 1}
+
+    def set_up() -> tuple[nn.Module, Adam, DDS]:
+        model, _, dev, _ = problem()
+        optimizer = Adam(model.parameters(), lr=0.01)
+        return model, optimizer, DDS(model, None, cross_entropy, optimizer, dev, **options)
+
+    def go_on(model: nn.Module, optimizer: Adam, dds: DDS, steps: range) -> None:
+        _, batches, _, _ = problem()
+        for step in steps:
+            torch.manual_seed(step)
+            optimizer.zero_grad()
+            dds.loss(batches[step % 20]).backward()
+            optimizer.step()
+            dds.step()
+
+    whole = set_up()
+    go_on(*whole, range(25))
+    first, second = set_up(), set_up()
+    go_on(*first, range(11))
+    for a, b in zip(first, second, strict=True):
+        b.load_state_dict(a.state_dict())
+    go_on(*second, range(11, 25))
+    for part in (0, 2):
+        states = [set_ups[part].state_dict() for set_ups in (whole, second)]
+        states = states if part == 0 else [state["scorer"] for state in states]
+        for name, value in states[0].items():
+            assert torch.equal(value, states[1][name]), name
+
+
+class TestBudget:
+    @given(st.floats(0.01, 0.5), st.floats(1e-3, 1.0), st.floats(0, 0.2), st.floats(0, 2.0))
+    def test_it_measures_as_often_as_it_may(self, overhead: float, plain: float, idle: float, measuring: float) -> None:
+        k = steps_between(overhead, plain, idle, measuring)
+        assert 1 <= k <= LONGEST
+        if k < LONGEST:
+            assert idle + measuring / k <= overhead * plain + 1e-9
+        if k > 1:
+            assert idle + measuring / (k - 1) > overhead * plain - 1e-9
+
+    def test_it_tells_the_parts_of_a_step_apart(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        now = [0.0]
+        monkeypatch.setattr(budget_module.time, "perf_counter", lambda: now[0])
+        budget = Budget(0.1, CPU)
+
+        def step(measured: bool) -> None:
+            # before, forward, after, backward and optimizer, step(): the second and fourth are the user's own
+            for seconds in (0.0, 0.3, 0.01, 0.69, 0.55 if measured else 0.01):
+                budget.mark()
+                now[0] += seconds
+            budget.mark()
+            budget.ended(measured)
+
+        for number in range(2 * FIRST):
+            step(number % 2 == 0)
+        assert budget.every == 2
+        step(False)
+        assert budget.every == steps_between(0.1, 1.0, 0.02, 0.54) == 7
+        again = Budget(0.1, CPU)
+        again.load_state_dict(budget.state_dict())
+        assert again.every == 7
+
+    def test_a_budget_in_a_loop(self) -> None:
+        dds, found = trained(120, overhead=0.5)
+        assert dds.budget is not None
+        assert dds.last_layer is not None
+        records = [record for record in found["records"] if record is not None]
+        assert len(records) < 120
+        assert {record.update_every for record in records} - {2} or dds.update_every == 2
+        assert records[-1].to_dict()["update_every"] == records[-1].update_every
+
+    def test_a_model_without_a_linear_layer_is_measured_whole(self) -> None:
+        model = nn.Sequential(nn.Conv2d(1, 3, 3), nn.Flatten(1), nn.AvgPool1d(9))
+        dds = DDS(model, None, cross_entropy, SGD(model.parameters(), lr=0.1), [0], overhead=0.1)
+        assert dds.last_layer is None
+
+    def test_a_scorer_without_alignment_needs_no_layer(self) -> None:
+        model = mlp()
+        dds = DDS(model, MLPScorer(6), cross_entropy, SGD(model.parameters(), lr=0.1), [0], alignment="last_layer")
+        assert dds.last_layer is None
+        assert SignalScorer().reads_batch is False
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"replay": -1}, "replay must be 0 or more"),
+        ({"alignment": "half"}, "alignment must be one of"),
+        ({"overhead": 0.0}, "overhead must be above 0"),
+        ({"overhead": 0.1, "update_every": 4}, "give one of them"),
+    ],
+)
+def test_bad_arguments(options: dict[str, Any], message: str) -> None:
+    model = mlp()
+    with pytest.raises(GradsieveError, match=message):
+        DDS(model, None, cross_entropy, SGD(model.parameters(), lr=0.1), [0], **options)
