@@ -2,13 +2,24 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup demo test lint clean
+APT := apt-get --quiet --yes --no-install-recommends -o Acquire::Retries=0 -o Acquire::http::Timeout=10
+
+.PHONY: setup demo test browser screenshot lint clean
 
 demo: setup
 	$(BIN)/gradsieve demo --out runs/demo
 
-test: setup lint
+test: setup lint browser
 	$(BIN)/pytest -q
+
+# The tests of the report open it in Chromium; where apt cannot bring that, they are skipped.
+browser:
+	@command -v chromedriver >/dev/null || { test "$$(id -u)" = 0 && $(APT) update && $(APT) install chromium chromium-driver; } \
+	  >/dev/null 2>&1 || echo "There is no Chromium here: its tests will be skipped."
+
+screenshot: demo
+	chromium --headless --no-sandbox --hide-scrollbars --window-size=1280,1300 --virtual-time-budget=20000 \
+	  --screenshot=docs/report.png file://$(CURDIR)/runs/demo/report.html
 
 lint: setup
 	$(BIN)/ruff check .
@@ -20,7 +31,7 @@ setup: .venv/.done
 .venv/.done: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt "pip>=25.1"
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[images,translation,report]" --group dev
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[images,translation,report,tensorboard]" --group dev
 	@touch $@
 
 clean:

@@ -195,6 +195,7 @@ def test_the_loss_is_the_weighted_sum_and_the_weights_sum_to_one(name: str) -> N
         assert 0 <= float(record.effective_sample_size) <= 8 + 1e-4
         assert record.to_dict().keys() == {
             "step",
+            "update_every",
             "reward_mean",
             "reward_std",
             "weight_min",

@@ -146,7 +146,7 @@ def test_the_demo(tmp_path: Path) -> None:
     result = run_cli("demo", "--out", "here", "--seeds", "2", "--steps", "60", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""
-    for text in ("uniform+dev", "best by dev", "gain over uniform", "time", "here/weights.png"):
+    for text in ("uniform+dev", "best by dev", "gain over uniform", "time", "here/weights.png", "here/report.html"):
         assert text in result.stdout
     assert (tmp_path / "here/weights.png").read_bytes().startswith(b"\x89PNG")
     assert '"verdicts"' in (tmp_path / "here/comparison.json").read_text()

@@ -314,8 +314,8 @@ class TestRuns:
         run(tmp_path / "whole", "dds", *settings)
         noted = Journal.after_step
 
-        def after_step(self: Journal, step: int, *rest: Any) -> None:
-            noted(self, step, *rest)
+        def after_step(self: Journal, step: int, *rest: Any, **more: Any) -> None:
+            noted(self, step, *rest, **more)
             if step == 9:
                 raise KeyboardInterrupt
 

@@ -1,5 +1,6 @@
 """Differentiable Data Selection: learn, while a model trains, which data help it."""
 
+from .checkup import doctor
 from .errors import GradsieveError
 from .networks import ConvScorer, GroupScorer, MLPScorer, SignalScorer, like
 from .record import StepRecord
@@ -20,5 +21,6 @@ __all__ = [
     "SignalScorer",
     "StepRecord",
     "alignment",
+    "doctor",
     "like",
 ]

@@ -21,6 +21,15 @@ Out = Annotated[Path, typer.Option("--out", help="Folder for the results.")]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the recipe; may be repeated.")
 ]
+Scores = Annotated[
+    Path | None,
+    typer.Option(
+        "--scores", help="Train on the best 80% by this file of `gradsieve score`; see selection.keep, selection.use."
+    ),
+]
+TensorBoard = Annotated[
+    bool, typer.Option("--tensorboard", help="Also write TensorBoard's event files, into each run's folder.")
+]
 Device = Annotated[str, typer.Option("--device", help="cpu, cuda, ...; by default a GPU if there is one.")]
 
 
@@ -77,16 +86,21 @@ def train(
     seed: Annotated[int, typer.Option(min=0, max=2**62)] = 0,
     data: Data = None,
     overrides: Overrides = None,
+    scores: Scores = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run that is in --out.")] = False,
     device: Device = "auto",
+    tensorboard: TensorBoard = False,
 ) -> None:
+    from .runs.live import check_tensorboard
     from .runs.progress import Progress, duration
     from .tasks import TASKS, recipe_for
 
     console = Console()
-    resolved = recipe_for(method, recipe, overrides or [])
+    if tensorboard:
+        check_tensorboard()
+    resolved = recipe_for(method, recipe, _with_scores(overrides, scores))
     task = TASKS[resolved.task]
-    with Progress(console) as progress:
+    with Progress(console, tensorboard=tensorboard) as progress:
         result = task.train(
             resolved,
             method,
@@ -119,23 +133,44 @@ def compare(
     seeds: Annotated[int, typer.Option(min=1, help="How often each method is trained.")] = 3,
     data: Data = None,
     overrides: Overrides = None,
+    scores: Scores = None,
     jobs: Annotated[int, typer.Option(min=1, help="Runs at the same time, on the CPU's cores.")] = 1,
     device: Device = "auto",
+    tensorboard: TensorBoard = False,
 ) -> None:
     from .compare import compare as run
+    from .runs.live import check_tensorboard
+
+    if tensorboard:
+        check_tensorboard()
 
     variants = [name.strip() for name in methods.split(",") if name.strip()]
     run(
         recipe,
         variants,
         seeds,
-        overrides=overrides or [],
+        overrides=_with_scores(overrides, scores),
         data=data,
         out=out,
         device=_device(device),
         jobs=jobs,
         console=Console(),
+        tensorboard=tensorboard,
     )
+
+
+@app.command(help="Make one HTML page of a run, of several, or of a comparison, ended or not. It needs no network.")
+def report(
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Folders of runs or comparisons.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", help="The file; by default report.html in the first folder.")
+    ] = None,
+) -> None:
+    from .report.page.build import write_report
+    from .tasks import TASKS
+
+    place = write_report(folders, out, TASKS)
+    Console().print(f"The report is {place}", highlight=False, markup=False, soft_wrap=True)
 
 
 @app.command(help="Measure what a training step costs by each method, against plain training beside it.")
@@ -163,6 +198,68 @@ def bench(
         console=Console(),
         json=json,
     )
+
+
+@app.command(help="Score a data set by the trained scorer of a run: which examples help, which hurt. Writes Parquet.")
+def score(
+    run: Annotated[Path, typer.Argument(help="Folder of a finished run of dds on images.")],
+    out: Annotated[Path, typer.Option("--out", help="The Parquet file: id, label, score, weight_percentile.")],
+    data: Data = None,
+    split: Annotated[str, typer.Option(help="train, dev or test, if --data is so divided.")] = "train",
+    keep: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Also write the ids of the best share, for instance 0.8.")
+    ] = None,
+    device: Device = "auto",
+) -> None:
+    from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
+
+    from .images.use import score_run
+
+    console = Console()
+    columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("scoring", total=None)
+        lines = score_run(
+            run,
+            out,
+            data=data,
+            split=split,
+            keep=keep,
+            device=_device(device),
+            on_rows=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    for line in lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+@app.command(help="Look whether DDS can work with a recipe and its data, before hours are spent. Exit code 1 if not.")
+def doctor(
+    recipe: Annotated[str, typer.Argument(help="Name of a recipe, or path of a .toml file.")],
+    method: Annotated[str, typer.Option(help="One that learns a scorer: dds, dds-retrained, tcs+dds.")] = "dds",
+    data: Data = None,
+    overrides: Overrides = None,
+    device: Device = "auto",
+) -> None:
+    from rich.progress import Progress
+
+    from .report.diagnosis import diagnosis_table
+    from .tasks import TASKS, recipe_for
+
+    console = Console()
+    resolved = recipe_for(method, recipe, overrides or [])
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("looking", total=None)
+        found = TASKS[resolved.task].doctor(
+            resolved,
+            method,
+            data=data,
+            device=_device(device),
+            on_rows=lambda done, total: bar.update(task, description="comparing", completed=done, total=total),
+        )
+    console.print(diagnosis_table(found, f"{resolved.name}, {method}"))
+    console.print(found.summary, highlight=False, markup=False, soft_wrap=True)
+    if not found.ok:
+        raise typer.Exit(1)
 
 
 @app.command(help="Translate lines of standard input to English by the model of a translation run.")
@@ -206,6 +303,13 @@ def download(
         task = bar.add_task(name, total=None)
         fetched = sets[name](out, on_bytes=lambda done, total: bar.update(task, completed=done, total=total or None))
     console.print(f"{name} {'is' if fetched else 'was already'} in {out}.", highlight=False, markup=False)
+
+
+def _with_scores(overrides: list[str] | None, scores: Path | None) -> list[str]:
+    """`--scores FILE` says for short what `--set selection.file=FILE` says."""
+    import json
+
+    return [*(overrides or []), *([] if scores is None else [f"selection.file={json.dumps(str(scores))}"])]
 
 
 def _device(name: str) -> "torch.device":

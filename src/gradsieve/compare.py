@@ -18,14 +18,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from .errors import GradsieveError
-from .report.comparison import BASE, NO_CHOICE, Row, markdown, oracle_shares, summarize, table, verdict
+from .report.comparison import BASE, NO_CHOICE, SHARED, Row, markdown, oracle_shares, summarize, table, verdict
 from .runs.checkpoint import save_json, written_whole
 from .runs.progress import Progress
 from .runs.recipe import Recipe
 from .tasks import TASKS, recipe_for, recipe_of
-
-SHARED = ("steps", "batch_size", "data", "damage")
-"""What no method of a comparison may change for itself."""
 
 
 @dataclass(frozen=True)
@@ -63,19 +60,20 @@ def compare(
     jobs: int,
     console: Console,
     quiet: bool = False,
+    tensorboard: bool = False,
 ) -> list[Row]:
     """Runs what is not there yet, prints the table and the verdicts, writes them into `out`."""
     recipes = _checked(recipe, variants, overrides, data, device)
     todo = [Cell(variant, seed, recipes[variant]) for seed in range(seeds) for variant in variants]
     run = partial(_run, data, out, device)
     if jobs == 1:
-        with Progress(console, quiet=quiet) as progress:
+        with Progress(console, quiet=quiet, tensorboard=tensorboard) as progress:
             found = []
             for number, cell in enumerate(todo, 1):
                 progress.label = f"{number} of {len(todo)}: {cell.variant}, seed {cell.seed}"
                 found.append(run(cell, progress))
     else:
-        found = _parallel(run, todo, jobs, console)
+        found = _parallel(partial(_quietly, run, tensorboard), todo, jobs, console)
 
     results: dict[str, dict[int, Any]] = {variant: {} for variant in variants}
     for cell, result in zip(todo, found, strict=True):
@@ -132,7 +130,7 @@ def _parallel(
 ) -> list[dict[str, Any]]:
     threads = max(1, torch.get_num_threads() // jobs)
     with ProcessPoolExecutor(jobs, get_context("spawn"), initializer=_begin_worker, initargs=(threads,)) as pool:
-        futures: dict[Future[dict[str, Any]], Cell] = {pool.submit(_quietly, run, cell): cell for cell in todo}
+        futures: dict[Future[dict[str, Any]], Cell] = {pool.submit(run, cell): cell for cell in todo}
         try:
             for number, future in enumerate(as_completed(futures), 1):
                 cell, seconds = futures[future], future.result()["seconds"]
@@ -158,8 +156,8 @@ def _begin_worker(threads: int) -> None:
     threading.Thread(target=lambda: (connection.wait([parent.sentinel]), os._exit(1)), daemon=True).start()
 
 
-def _quietly(run: Callable[..., dict[str, Any]], cell: Cell) -> dict[str, Any]:
-    with Progress(Console(quiet=True), quiet=True) as progress:
+def _quietly(run: Callable[..., dict[str, Any]], tensorboard: bool, cell: Cell) -> dict[str, Any]:
+    with Progress(Console(quiet=True), quiet=True, tensorboard=tensorboard) as progress:
         return run(cell, progress)
 
 

@@ -6,7 +6,9 @@ import torch
 from rich.console import Console
 
 from .compare import compare
+from .report.page.build import write_report
 from .report.weights import plot_weights
+from .tasks import TASKS
 
 
 def run_demo(out: Path, *, seeds: int, steps: int, console: Console) -> None:
@@ -31,4 +33,6 @@ def run_demo(out: Path, *, seeds: int, steps: int, console: Console) -> None:
     picture = out / "weights.png"
     runs = [out / f"dds/seed-{seed}" for seed in range(seeds)]
     plot_weights(runs, picture, title="DDS learns which labels are wrong (40% of them are)")
+    page = write_report([out], None, TASKS)
     console.print(f"\nHow the weights part company: {picture}\nAll numbers: {out / 'comparison.json'}")
+    console.print(f"Look at it in a browser: {page}", style="bold", highlight=False, markup=False, soft_wrap=True)

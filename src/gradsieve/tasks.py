@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+from .checkup import Diagnosis
 from .errors import GradsieveError
 from .images.methods import METHODS as IMAGE_METHODS
 from .images.recipe import ImageRecipe
@@ -33,6 +34,8 @@ class Task:
     """``train(recipe, method, seed=, data=, out=, resume=, device=, progress=)``."""
     check: Callable[..., None]
     """``check(recipe, method, data=, device=)`` raises what `train` would refuse."""
+    doctor: Callable[..., Diagnosis]
+    """``doctor(recipe, method, data=, device=, on_rows=)`` looks whether DDS can work."""
     judged: str = LAST
     """Which parameters a gain is measured with."""
     caption: str = "± of a gain is its 95% interval"
@@ -44,7 +47,12 @@ class Task:
 
 TASKS = {
     "images": Task(
-        ImageRecipe, IMAGE_METHODS, "accuracy", later("images.train", "train"), later("images.train", "check")
+        ImageRecipe,
+        IMAGE_METHODS,
+        "accuracy",
+        later("images.train", "train"),
+        later("images.train", "check"),
+        later("images.checkup", "examine"),
     ),
     "translation": Task(
         TranslationRecipe,
@@ -52,6 +60,7 @@ TASKS = {
         "bleu",
         later("translation.train", "train"),
         later("translation.train", "check"),
+        later("translation.checkup", "examine"),
         judged=BEST,
         caption="gains are of the parameters that dev chose; ± of a gain is its 95% interval",
         bootstrap=later("translation.score", "bootstrap_runs"),

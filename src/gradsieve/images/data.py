@@ -34,6 +34,10 @@ class Source(Protocol):
         """Images as bytes, (B, C, H, W) uint8. A generator asks for the random view of training."""
         ...
 
+    def id(self, row: int) -> str:
+        """Tells an image from all others of its kind, in any set that has it."""
+        ...
+
 
 @dataclass(frozen=True)
 class ImageSet:
@@ -78,10 +82,20 @@ class Splits:
     """(N,), which training examples have a label made wrong; None where nobody damaged anything."""
     removed: Tensor | None = None
     """Which examples of the undamaged training set are gone; None where none are."""
+    dev_holdout: ImageSet | None = None
+    """Dev examples that no method sees; None where none are kept back."""
+    classes: tuple[str, ...] = ()
+    """What people call the classes, where the data say."""
+    weights: Tensor | None = None
+    """(N,), what each training example's loss is multiplied by, 1 on the average; None for 1 everywhere."""
+    selection: str = ""
+    """Checksum of the scores that the training set was filtered or weighted by."""
 
     @property
     def checksum(self) -> str:
         parts = dict.fromkeys(s.source.checksum for s in (self.train, self.dev, self.test))
+        if self.selection:
+            parts[self.selection] = None
         return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
 
 
@@ -95,6 +109,9 @@ class Memory:
 
     def read(self, rows: Sequence[int], generator: torch.Generator | None) -> Tensor:
         return self.pixels[torch.as_tensor(rows)]
+
+    def id(self, row: int) -> str:
+        return str(row)
 
     @cached_property
     def checksum(self) -> str:
@@ -115,12 +132,17 @@ class Joined:
         self.checksum = f"{first.checksum}+{second.checksum}"
 
     def read(self, rows: Sequence[int], generator: torch.Generator | None) -> Tensor:
+        places = map(self.place, rows)
+        return torch.cat([source.read([row], generator) for source, row in places])
+
+    def id(self, row: int) -> str:
+        source, row = self.place(row)
+        return source.id(row)
+
+    def place(self, row: int) -> tuple[Source, int]:
+        """The source that has the row, and its number there."""
         count = len(self.first.labels)
-        parts = [
-            self.first.read([row], generator) if row < count else self.second.read([row - count], generator)
-            for row in rows
-        ]
-        return torch.cat(parts)
+        return (self.first, row) if row < count else (self.second, row - count)
 
 
 def digits(*, seed: int, num_dev: int = 100, num_test: int = 597, held_out: bool = False) -> Splits:
@@ -137,7 +159,8 @@ def digits(*, seed: int, num_dev: int = 100, num_test: int = 597, held_out: bool
     dev, test, train = order[:num_dev], order[num_dev : num_dev + num_test], order[num_dev + num_test :]
     if held_out:
         train, test = train[:-200], train[-200:]
-    return Splits(everything[train], everything[dev], everything[test], 10, (0.0,), (16.0,))
+    classes = tuple(map(str, range(10)))
+    return Splits(everything[train], everything[dev], everything[test], 10, (0.0,), (16.0,), classes=classes)
 
 
 CIFAR10_MD5 = {
@@ -152,6 +175,7 @@ CIFAR10_RECORD = 1 + 3 * 32 * 32
 CIFAR10_FOLDER = "cifar-10-batches-bin"
 CIFAR10_MEAN, CIFAR10_DEVIATION = (125.3, 123.0, 113.9), (63.0, 62.1, 66.7)
 CIFAR10_4K = 4000
+CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
 
 def cifar10(directory: Path, setting: str, *, held_out: bool = False) -> Splits:
@@ -175,7 +199,8 @@ def cifar10(directory: Path, setting: str, *, held_out: bool = False) -> Splits:
     posted, aside = (posted[:CIFAR10_4K], posted[CIFAR10_4K:]) if setting == "4k" else (posted, None)
     test = aside if held_out and aside else ImageSet.whole(Memory(*_read_cifar10(folder / "test_batch.bin")))
     num_train = len(posted) - len(posted) // 10
-    return Splits(posted[:num_train], posted[num_train:], test, 10, CIFAR10_MEAN, CIFAR10_DEVIATION)
+    train, dev = posted[:num_train], posted[num_train:]
+    return Splits(train, dev, test, 10, CIFAR10_MEAN, CIFAR10_DEVIATION, classes=CIFAR10_CLASSES)
 
 
 def _read_cifar10(path: Path) -> tuple[Tensor, Tensor]:

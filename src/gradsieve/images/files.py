@@ -9,6 +9,7 @@ import re
 import tarfile
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,13 +18,13 @@ from torch import Tensor
 
 from ..errors import GradsieveError
 from .data import ImageSet, Joined, Splits
-from .view import Pictures, checksum
+from .view import Pictures, as_line, checksum, readable
 
 EXTENSIONS = ("jpg", "jpeg", "png", "bmp", "webp", "ppm")
 SPLIT = re.compile(r"(?<![a-z])(train|dev|val|test)")
 MEMBER = re.compile(r"((?:.*/)?[^./]+)\.([^/]+)")
 """A member of a shard: the example's key, up to the first dot of the file's name, and what of the example it is."""
-BLOCK = tarfile.BLOCKSIZE
+BLOCK, LONG = tarfile.BLOCKSIZE, 90
 IMAGENET_MEAN, IMAGENET_DEVIATION = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
 
 
@@ -49,6 +50,14 @@ class Folder(Pictures):
         path = self.directory / self.classes[self.labels[row]] / os.fsdecode(self.names[row])
         return path, str(path)
 
+    def id(self, row: int) -> str:
+        """Such as ``train/cat/12.jpg``."""
+        path, _ = self.locate(row)
+        return as_line("/".join(path.parts[-3:]))
+
+    def length(self, row: int) -> int:
+        return self.locate(row)[0].stat().st_size
+
 
 def _images(folder: Path) -> list[tuple[str, int]]:
     """Names and sizes, by name."""
@@ -71,11 +80,25 @@ class Shards(Pictures):
         self.checksum = checksum([path.name for path in self.paths], self.index)
 
     def locate(self, row: int) -> tuple[bytes, str]:
-        shard, _, start, length = self.index[row].tolist()
+        path, name, raw = self._member(row, self.length(row))
+        return raw, f"{path}, {name}"
+
+    def id(self, row: int) -> str:
+        """Such as ``train-0003.tar/n01440764_18.jpg``; a name too long for its header gets its place in the file."""
+        path, name, _ = self._member(row, 0)
+        place = f"#{int(self.index[row, 2])}" if len(name) >= LONG else ""
+        return as_line(f"{path.name}/{name}{place}")
+
+    def length(self, row: int) -> int:
+        return int(self.index[row, 3])
+
+    def _member(self, row: int, length: int) -> tuple[Path, str, bytes]:
+        """The shard, the member's name, and as much of the member."""
+        shard, _, start, _ = self.index[row].tolist()
         with self.paths[shard].open("rb") as file:
             file.seek(start - BLOCK)
             header, raw = file.read(BLOCK), file.read(length)
-        return raw, f"{self.paths[shard]}, {tarfile.TarInfo.frombuf(header, 'utf-8', 'replace').name}"
+        return self.paths[shard], tarfile.TarInfo.frombuf(header, "utf-8", "replace").name, raw
 
 
 def _index(path: Path, shard: int) -> Tensor:
@@ -135,7 +158,9 @@ def folder_splits(directory: Path, setting: str, size: int) -> Splits:
     kept = _share(counts, setting).clamp(min=least)[source.labels]
     dev, test = (Folder(directory / n, size, source.classes) if n else None for n in (dev_name, test_name))
     assert test is not None
-    return _split(source, place, kept, dev, test, len(source.classes))
+    return replace(
+        _split(source, place, kept, dev, test, len(source.classes)), classes=tuple(map(readable, source.classes))
+    )
 
 
 def shard_splits(directory: Path, setting: str, size: int) -> Splits:

@@ -18,7 +18,7 @@ from ..randomness import RandomStream
 from ..record import StepRecord
 from ..reweight import DDS
 from .data import ImageSet, Splits
-from .recipe import ImageRecipe
+from .recipe import ImageRecipe, ScorerSettings
 from .stream import Stream
 
 
@@ -118,21 +118,48 @@ def training_set(method: str, splits: Splits) -> ImageSet:
     return splits.train[~splits.damaged]
 
 
+def training_damage(method: str, splits: Splits) -> Tensor | None:
+    """Which of the examples of `training_set` have a label made wrong; None where nobody damaged anything."""
+    damaged = splits.damaged
+    if damaged is None:
+        return None
+    if method == "uniform+dev":
+        return torch.cat([damaged, torch.zeros(len(splits.dev), dtype=torch.bool)])
+    return damaged[~damaged] if method == "oracle" else damaged
+
+
+def training_weights(method: str, splits: Splits) -> Tensor | None:
+    """What the losses of the examples of `training_set` are multiplied by; None for 1 everywhere."""
+    weights = splits.weights
+    if weights is None or method not in ("uniform+dev", "oracle"):
+        return weights
+    if method == "uniform+dev":
+        return torch.cat([weights, torch.ones(len(splits.dev))])
+    assert splits.damaged is not None
+    return weights[~splits.damaged]
+
+
 def build_scorer(bench: Bench) -> nn.Module:
+    return make_scorer(bench.recipe.scorer, bench.model, bench.shape, bench.num_classes, bench.seed)
+
+
+def make_scorer(
+    settings: ScorerSettings, model: nn.Module, shape: tuple[int, ...], num_classes: int, seed: int
+) -> nn.Module:
     """The recipe's scorer on the model's device, from a random stream of its own or from the file of an earlier run."""
-    settings, device = bench.recipe.scorer, device_of(bench.model)
+    device = device_of(model)
     kind, _, label = settings.kind.partition("+")
-    classes = bench.num_classes if label else None
+    classes = num_classes if label else None
     scorer: nn.Module
-    with RandomStream(device, bench.seed):
+    with RandomStream(device, seed):
         if kind == "signal":
             scorer = SignalScorer()
         elif kind == "paper":
-            scorer = like(bench.model, label=bool(label))
+            scorer = like(model, label=bool(label))
         elif kind == "conv":
-            scorer = ConvScorer(bench.shape[0], classes)
+            scorer = ConvScorer(shape[0], classes)
         else:
-            scorer = MLPScorer(torch.Size(bench.shape).numel(), classes)
+            scorer = MLPScorer(torch.Size(shape).numel(), classes)
     if settings.init is not None:
         if not settings.init.is_file():
             raise GradsieveError(f"scorer.init={settings.init} is no file.")

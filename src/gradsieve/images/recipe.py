@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from ..runs.recipe import Count, NotNegative, Number, Positive, PositiveShare, Recipe, Settings, Share
+from ..runs.recipe import Count, NotNegative, Number, Positive, PositiveShare, Recipe, Settings, Share, SPCLSettings
 from ..scorer import CAUTION, MAX_LOGIT, SCORER_LR
 
 Reward = Literal["finite_difference", "jvp", "per_example"]
@@ -77,17 +77,15 @@ class DDSSettings(Settings):
     psi_gradient: Literal["expectation", "algorithm1"] = "expectation"
     optimizer_aware: bool = True
     update_every: Count = 1
+    replay: Annotated[int, Field(strict=True, ge=0)] = 0
+    """Batches of rewards that the scorer hears again at every step."""
+    alignment: Literal["full", "last_layer"] = "full"
+    overhead: Positive | None = None
+    """How much longer than a plain step one may take; chooses update_every by the clock."""
     max_logit: Positive | None = MAX_LOGIT
     uniform_mix: Share = 0.0
     dev_mode: DevMode = "train"
     caution: NotNegative = CAUTION
-
-
-class SPCLSettings(Settings):
-    start: PositiveShare = 0.5
-    """Share of each batch that is let in at first."""
-    full_at: Share = 0.5
-    """Share of the steps after which all are let in."""
 
 
 class BatchWeightSettings(Settings):
@@ -101,13 +99,25 @@ class MentorNetSettings(Settings):
     burn_in: Share = 0.2
 
 
+class SelectionSettings(Settings):
+    file: Path
+    """Scores of the training examples, by ``gradsieve score``: Parquet with the columns id and score."""
+    use: Literal["filter", "weight"] = "filter"
+    """``filter``: train on the best `keep`. ``weight``: on all, each loss times exp(score), 1 on the average."""
+    keep: PositiveShare = 0.8
+
+
 class ImageRecipe(Recipe):
     batch_size: Count = 128
     dev_batch_size: Count = 128
+    dev_holdout: Share = 0.0
+    """Of the dev examples: kept from the method and measured apart, to see whether it overfits the others."""
     augment: Literal["none", "pad-crop-flip"] = "none"
     """On the device. Images read from files get their random resized crop and flip as they are read."""
     data: DataSettings
     damage: DamageSettings = DamageSettings()
+    selection: SelectionSettings | None = None
+    """Of the training set, by scores of an earlier run; None for all of it as it is."""
     model: ModelSettings
     optimizer: OptimizerSettings = OptimizerSettings()
     scorer: ScorerSettings = ScorerSettings()

@@ -13,8 +13,8 @@ from ..parameters import to_device
 from ..randomness import seeded
 from .data import ImageSet
 
-Batch = tuple[Tensor, Tensor, Tensor]
-"""Images (B, C, H, W), labels (B,), place of each example in its set (B,)."""
+Batch = tuple[Tensor, ...]
+"""Images (B, C, H, W), labels (B,), place of each example in its set (B,); and its weight (B,) if the set has any."""
 
 SHARDS_AT_ONCE = 16
 """A pass over shards mixes the examples of this many."""
@@ -86,11 +86,18 @@ class Stream:
         prepare: ``prepare(pixels, step)`` on the device.
         device: where to; a GPU is fed from pinned memory without waiting.
         workers: processes that read ahead.
+        weights: of each example of the set, to be given with it.
     """
 
     def __init__(
-        self, batches: Dataset[Batch], prepare: Callable[[Tensor, int], Tensor], device: torch.device, workers: int = 0
+        self,
+        batches: Dataset[Batch],
+        prepare: Callable[[Tensor, int], Tensor],
+        device: torch.device,
+        workers: int = 0,
+        weights: Tensor | None = None,
     ):
+        self.weights = None if weights is None else weights.to(device)
         self.batches, self.prepare, self.device, self.workers = batches, prepare, device, workers
         self.step = 0
 
@@ -110,7 +117,7 @@ class Stream:
             pixels, labels, index = to_device(batch, self.device)
             images = self.prepare(pixels, self.step)
             self.step += 1
-            yield images, labels, index
+            yield (images, labels, index) if self.weights is None else (images, labels, index, self.weights[index])
 
     def state_dict(self) -> dict[str, int]:
         return {"step": self.step}

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..errors import GradsieveError
 from .data import ImageSet, Splits
 from .files import IMAGENET_DEVIATION, IMAGENET_MEAN, files_by_split, folder_splits, roles, shard_splits
-from .view import Pictures, checksum
+from .view import Pictures, as_line, checksum
 
 IMAGE_NAMES = ("image", "img")
 LABEL_NAMES = ("label", "labels", "fine_label", "class", "target")
@@ -40,17 +40,27 @@ class Table(Pictures):
     ) -> None:
         self.size = size
         self.parts = {name: _images(part, image_column, name) for name, part in parts.items()}
-        labels, counts = zip(*(_labels(part, label_column, name) for name, part in parts.items()), strict=True)
-        self.labels, self.num_classes = torch.cat(labels), counts[0]
+        labels, names, counts = zip(*(_labels(part, label_column, name) for name, part in parts.items()), strict=True)
+        self.labels, self.classes, self.num_classes = torch.cat(labels), names[0], counts[0]
         sizes = torch.tensor([file.stat().st_size for file in files])
         self.checksum = checksum([file.name for file in files], sizes, self.labels)
 
     def locate(self, row: int) -> tuple[bytes | Path, str]:
+        name, row = self._place(row)
+        (cell,) = self.parts[name][row].values()
+        raw, path = (cell["bytes"], cell["path"]) if isinstance(cell, dict) else (cell, None)
+        return raw or (Path(path) if path else b""), f"{name}, row {row}"
+
+    def id(self, row: int) -> str:
+        """Such as ``train/12``: the split and the number of the row in it."""
+        name, row = self._place(row)
+        return as_line(f"{name.rpartition(', split ')[2]}/{row}")
+
+    def _place(self, row: int) -> tuple[str, int]:
+        """The part that has the row, and its number there."""
         for name, part in self.parts.items():
             if row < len(part):
-                (cell,) = part[row].values()
-                raw, path = (cell["bytes"], cell["path"]) if isinstance(cell, dict) else (cell, None)
-                return raw or (Path(path) if path else b""), f"{name}, row {row}"
+                return name, row
             row -= len(part)
         raise IndexError(row)
 
@@ -69,8 +79,8 @@ def _images(part: Any, column: str | None, name: str) -> Any:
     return images.cast_column(column, Image(decode=False)) if isinstance(part.features[column], Image) else images
 
 
-def _labels(part: Any, column: str | None, name: str) -> tuple[Tensor, int]:
-    """The labels, (N,), and how many classes there are."""
+def _labels(part: Any, column: str | None, name: str) -> tuple[Tensor, tuple[str, ...], int]:
+    """The labels, (N,), the names of the classes, where there are such, and how many classes there are."""
     from datasets import ClassLabel
 
     kinds = [
@@ -85,7 +95,9 @@ def _labels(part: Any, column: str | None, name: str) -> tuple[Tensor, int]:
         if not isinstance(label, int) or not 0 <= label < 10**9:
             raise GradsieveError(f"{name}, row {row} has label {label!r}; a label is a whole number from 0 up.")
     feature = part.features[column]
-    return torch.tensor(labels), feature.num_classes if isinstance(feature, ClassLabel) else max(labels) + 1
+    if not isinstance(feature, ClassLabel):
+        return torch.tensor(labels), (), max(labels) + 1
+    return torch.tensor(labels), tuple(feature.names or ()), feature.num_classes
 
 
 def _column(
@@ -127,18 +139,35 @@ def table_splits(
     if not num_train:
         raise GradsieveError(f"{directory} needs two training rows or more, one of them for dev.")
     train, dev_set = everything[:num_train], everything[num_train:]
-    return Splits(train, dev_set, ImageSet.whole(test_source), source.num_classes, IMAGENET_MEAN, IMAGENET_DEVIATION)
+    return Splits(
+        train,
+        dev_set,
+        ImageSet.whole(test_source),
+        source.num_classes,
+        IMAGENET_MEAN,
+        IMAGENET_DEVIATION,
+        classes=source.classes,
+    )
 
 
-def _load(directory: Path) -> dict[str, tuple[Any, list[Path]]]:
-    """Splits by name, `val` for validation, and the files they lie in. Parquet goes through the library's own cache."""
+def read_table(directory: Path, files: list[Path], size: int, **columns: str | None) -> Table:
+    """Parquet files as one set, not divided into splits."""
+    rows, _ = _load(directory, {"rows": files})["rows"]
+    return Table({f"{directory}, split rows": rows}, size, files=files, **columns)
+
+
+def _load(directory: Path, files: Mapping[str, list[Path]] | None = None) -> dict[str, tuple[Any, list[Path]]]:
+    """Splits by name, `val` for validation, and the files they lie in. Parquet goes through the library's own cache.
+
+    `files` are the Parquet files of each split, where their names do not tell.
+    """
     import datasets
 
     bars = not datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
     try:
-        if not _is_saved(directory):
-            files = files_by_split(directory, "parquet")
+        if files is not None or not is_saved(directory):
+            files = files or files_by_split(directory, "parquet")
             patterns = {name: [escape(str(file)) for file in files[name]] for name in files}
             tables = datasets.load_dataset("parquet", data_files=patterns)
             return {name: (tables[name], files[name]) for name in files}
@@ -153,7 +182,7 @@ def _load(directory: Path) -> dict[str, tuple[Any, list[Path]]]:
             datasets.enable_progress_bars()
 
 
-def _is_saved(directory: Path) -> bool:
+def is_saved(directory: Path) -> bool:
     return any((directory / name).is_file() for name in SAVED)
 
 
@@ -164,7 +193,7 @@ def detect(directory: Path) -> str:
         return "folder"
     if files_by_split(directory, "tar"):
         return "shards"
-    if _is_saved(directory) or files_by_split(directory, "parquet"):
+    if is_saved(directory) or files_by_split(directory, "parquet"):
         return "table"
     raise GradsieveError(
         f"{directory} holds no image set. Looked for train/CLASS/ (folder), train*.tar (shards), "

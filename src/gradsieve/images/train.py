@@ -1,7 +1,7 @@
 """One training run, top to bottom: any method, any recipe, from data to result, and on from wherever it was stopped."""
 
 import math
-from contextlib import AbstractContextManager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +14,21 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ..errors import GradsieveError
 from ..parameters import to_device, untouched
-from ..randomness import RandomStream, seeded
+from ..randomness import RandomStream
+from ..reweight import DDS
 from ..runs.directory import RunDirectory
 from ..runs.journal import Journal
 from ..runs.progress import Progress
 from ..runs.signature import environment, signature
-from .augment import normalized, pad_crop_flip
 from .data import ImageSet, Splits
+from .evaluate import EVALUATION_BATCH, Preparation, evaluate
+from .examples import describe, look, save_examples
 from .load import load_splits
-from .methods import METHODS, Bench, training_set
+from .methods import METHODS, Bench, training_damage, training_set, training_weights
 from .models import build_model
 from .recipe import ImageRecipe, OptimizerSettings
+from .scoring import final_direction, save_scorer
 from .stream import InOrder, Shuffled, Stream
-
-EVALUATION_BATCH = 500
 
 
 def train(
@@ -78,10 +79,11 @@ class SetUp:
         self.prepare = prepare = Preparation(recipe, splits, seed, device)
         train_batches = Shuffled(self.examples, recipe.batch_size, seed, "train")
         dev_batches = Shuffled(splits.dev, recipe.dev_batch_size, seed, "dev")
-        self.stream = Stream(train_batches, prepare.training, device, recipe.data.workers)
+        weights = training_weights(method, splits)
+        self.stream = Stream(train_batches, prepare.training, device, recipe.data.workers, weights)
         dev = Stream(dev_batches, prepare.evaluation, device, recipe.data.workers)
         channels, height, width = splits.dev.read(torch.tensor([0]))[0].shape[1:]
-        shape = (channels, height, width)
+        self.shape = shape = (channels, height, width)
 
         torch.manual_seed(seed)
         model = build_model(recipe.model.name, shape=shape, num_classes=splits.num_classes).to(device)
@@ -112,49 +114,84 @@ class SetUp:
             got = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
             raise GradsieveError(f"model {name} must give logits of shape {wanted} for {shape} images, not {got}.")
 
+    def direction(self) -> dict[str, Tensor] | None:
+        """The dev gradient at the final parameters, if the scorer of DDS asks for agreement with it."""
+        if not isinstance(self.way, DDS) or "alignment" not in getattr(self.way.scorer, "signals", ()):
+            return None
+        batches = Shuffled(self.splits.dev, self.recipe.dev_batch_size, self.seed, "final")
+        one_pass = islice(Stream(batches, self.prepare.evaluation, self.device), batches.per_pass)
+        optimizer = self.optimizer if self.recipe.dds.optimizer_aware else None
+        with RandomStream(self.device, self.seed):
+            mode = self.recipe.dds.dev_mode
+            found = final_direction(self.evaluated, cross_entropy, one_pass, optimizer, mode=mode)
+        last = self.way.last_layer
+        return found if last is None else {n: v for n, v in found.items() if n.rpartition(".")[0] == last.name}
+
     def evaluate(self, images: ImageSet) -> dict[str, float]:
         return evaluate(self.evaluated, images, self.prepare, self.low)
+
+    def evaluate_holdout(self) -> dict[str, dict[str, float]]:
+        """On the dev examples that the method does not see, if any were kept back."""
+        held = self.splits.dev_holdout
+        return {} if held is None else {"dev_holdout": self.evaluate(held)}
+
+    def look(self) -> dict[str, Tensor]:
+        """What the model makes of each training example."""
+        batches = InOrder(self.examples, EVALUATION_BATCH)
+        stream = Stream(batches, self.prepare.evaluation, self.device, self.recipe.data.workers)
+        return look(self.evaluated, stream, self.low)
 
 
 def _trained(setup: SetUp, run: RunDirectory, progress: Progress) -> dict[str, Any]:
     """The loop."""
     recipe, way, model, optimizer, average = setup.recipe, setup.way, setup.model, setup.optimizer, setup.average
     parts = {"model": model, "optimizer": optimizer, "schedule": setup.schedule, "method": way, "stream": setup.stream}
+    damaged = training_damage(setup.method, setup.splits)
     journal = Journal(
         run,
         recipe,
         parts if average is None else parts | {"average": average},
         evaluated=setup.evaluated,
         evaluate_dev=lambda: setup.evaluate(setup.splits.dev),
+        evaluate_more=setup.evaluate_holdout,
         num_examples=len(setup.examples),
+        on_checkpoint=lambda: save_examples(run, setup.splits, setup.examples, damaged),
         device=setup.device,
         progress=progress,
     )
+    describe(run, setup.splits, setup.examples)
     step = journal.begin(f"{setup.method}, seed {setup.seed}")
-    batches = iter(setup.stream)
+    batches, times = iter(setup.stream), journal.times
     while step < recipe.steps:
-        batch = next(batches)
+        with times.part("data"):
+            batch = next(batches)
         optimizer.zero_grad()
-        with setup.low:
+        with times.part("loss"), setup.low:
             loss = way.loss(batch)
-        loss.backward()
-        optimizer.step()
-        record = way.step()
+        with times.part("update"):
+            loss.backward()
+            optimizer.step()
+        with times.part("method"):
+            record = way.step()
         setup.schedule.step()
         if average is not None:
             average.update_parameters(model)
         step += 1
         journal.after_step(step, loss, record, index=batch[2])
 
+    with times.around("records"):
+        save_examples(run, setup.splits, setup.examples, damaged, setup.look())
     if (scorer := getattr(way, "scorer", None)) is not None:
-        run.save_tensors("final/scorer", scorer.state_dict())
+        save_scorer(run, scorer, setup.splits, setup.shape, setup.direction())
     if setup.splits.damaged is not None:
         run.save_tensors("damaged", {"damaged": setup.splits.damaged})
     return journal.result(lambda which: setup.evaluate(setup.splits.test)) | {"skipped": getattr(way, "skipped", 0)}
 
 
 def cross_entropy(model: nn.Module, batch: Any) -> Tensor:
-    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+    """One loss per example; times its weight, if the batch has any."""
+    losses = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+    return losses * batch[3] if len(batch) > 3 else losses
 
 
 def build_optimizer(settings: OptimizerSettings, model: nn.Module) -> Optimizer:
@@ -178,42 +215,3 @@ def learning_rate_factor(t: int, steps: int, settings: OptimizerSettings) -> flo
 def moving_average(model: nn.Module, rate: float) -> AveragedModel | None:
     """Of all parameters and, as the paper does, of BatchNorm's statistics."""
     return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(rate), use_buffers=True).eval() if rate else None
-
-
-class Preparation:
-    """From bytes to what the network sees, for training (at random, but the same for the same step) and evaluation."""
-
-    def __init__(self, recipe: ImageRecipe, splits: Splits, seed: int, device: torch.device):
-        self.mean = torch.tensor(splits.mean, device=device)
-        self.deviation = torch.tensor(splits.deviation, device=device)
-        self.augmented, self.seed, self.device = recipe.augment == "pad-crop-flip", seed, device
-        self.format = torch.channels_last if recipe.model.channels_last else torch.contiguous_format
-        self.workers = recipe.data.workers
-
-    def evaluation(self, pixels: Tensor, step: int) -> Tensor:
-        return normalized(pixels, self.mean, self.deviation).contiguous(memory_format=self.format)
-
-    def training(self, pixels: Tensor, step: int) -> Tensor:
-        images = self.evaluation(pixels, step)
-        if not self.augmented:
-            return images
-        cropped = pad_crop_flip(images, generator=seeded(self.seed, "augment", step, device=self.device))
-        return cropped.contiguous(memory_format=self.format)
-
-
-@torch.no_grad()
-def evaluate(
-    model: nn.Module, images: ImageSet, prepare: Preparation, low: AbstractContextManager[Any]
-) -> dict[str, float]:
-    """Accuracy in per cent and mean loss, in eval mode."""
-    training = model.training
-    model.eval()
-    right, loss = torch.zeros((), dtype=torch.long, device=prepare.device), torch.zeros((), device=prepare.device)
-    stream = Stream(InOrder(images, EVALUATION_BATCH), prepare.evaluation, prepare.device, prepare.workers)
-    for x, y, _ in stream:
-        with low:
-            logits = model(x).float()
-        right += (logits.argmax(1) == y).sum()
-        loss += F.cross_entropy(logits, y, reduction="sum")
-    model.train(training)
-    return {"accuracy": 100 * right.item() / len(images), "loss": loss.item() / len(images)}

@@ -91,6 +91,13 @@ class Pictures:
         """A row's encoded picture, or its file, and the name under which the user knows it."""
         raise NotImplementedError
 
+    def id(self, row: int) -> str:
+        raise NotImplementedError
+
+    def length(self, row: int) -> int | None:
+        """Bytes of a row's encoded picture, where they are known without reading it."""
+        return None
+
     def read(self, rows: Sequence[int], generator: torch.Generator | None) -> Tensor:
         """Views of the rows, (B, 3, size, size) uint8: random ones with a generator, else central ones."""
         batch = torch.empty(len(rows), 3, self.size, self.size, dtype=torch.uint8)
@@ -107,6 +114,16 @@ class Pictures:
                 f"{self.locate(row)[1]} has label {int(self.labels[row])}, but the training set has {num_classes} "
                 f"classes, 0 to {num_classes - 1}."
             )
+
+
+def readable(name: str) -> str:
+    """A file's name as text that can be written anywhere: bytes that are no text are spelt out."""
+    return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+
+def as_line(name: str) -> str:
+    """`readable`, and on one line whatever is in it."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in readable(name))
 
 
 def checksum(names: Iterable[str], *numbers: Tensor) -> str:

@@ -18,6 +18,8 @@ LAST, BEST = "test", "test_best_by_dev"
 TRAINS_ON_DEV = "uniform+dev"
 NO_CHOICE = (TRAINS_ON_DEV, "oracle")
 """Rows to measure others by."""
+SHARED = ("steps", "batch_size", "data", "damage", "dev_holdout")
+"""Keys of a recipe that no method of a comparison may change for itself."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,17 @@ def half_interval(values: list[float]) -> float | None:
     return float(student.ppf(0.975, len(values) - 1)) * stdev(values) / sqrt(len(values))
 
 
+def decided(row: Row) -> str | None:
+    """``"helps"``, ``"hurts"``, or None while the evidence is not enough for either."""
+    if row.gain is None:
+        return None
+    if row.bootstrap:  # a difference counts if the bootstrap finds it with every seed
+        certain = max(row.bootstrap) < 0.05 and len(set(row.signs)) == 1
+    else:
+        certain = row.gain_interval is not None and row.p_value is not None and row.p_value < 0.05
+    return ("helps" if row.gain > 0 else "hurts") if certain else None
+
+
 def verdict(row: Row) -> str:
     """In plain words, whether the variant is worth its price."""
     name = row.variant
@@ -78,8 +91,8 @@ def verdict(row: Row) -> str:
     if row.gain_interval is None or row.p_value is None:
         return f"{name}: {row.gain:+.1f} points over uniform on one seed: no verdict without more seeds."
     amount = f"{abs(row.gain):.1f} +- {row.gain_interval:.1f} points (p = {row.p_value:.2g}, {row.seeds} seeds)"
-    if row.p_value < 0.05:
-        return f"{name} {'helps' if row.gain > 0 else 'hurts'} by {amount}."
+    if found := decided(row):
+        return f"{name} {found} by {amount}."
     if name.partition(":")[0] in NO_CHOICE:
         return f"{name}: no evidence of a difference ({row.gain:+.1f} +- {row.gain_interval:.1f} points)."
     return (
@@ -89,11 +102,10 @@ def verdict(row: Row) -> str:
 
 
 def _bootstrap_verdict(row: Row, gain: float, bootstrap: tuple[float, ...]) -> str:
-    """A difference counts if the bootstrap finds it with every seed."""
     seeds = f"{row.seeds} seed{'s' * (row.seeds > 1)}"
     found = f"paired bootstrap p = {', '.join(f'{p:.2g}' for p in bootstrap)}, {seeds}"
-    if max(bootstrap) < 0.05 and len(set(row.signs)) == 1:
-        return f"{row.variant} {'helps' if gain > 0 else 'hurts'} by {abs(gain):.1f} points ({found})."
+    if way := decided(row):
+        return f"{row.variant} {way} by {abs(gain):.1f} points ({found})."
     return f"{row.variant}: no evidence that it helps here ({gain:+.1f} points, {found}): use uniform."
 
 

@@ -4,10 +4,10 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-import matplotlib
 import numpy as np
 
-INK, QUIET = "#1f2933", "#7b8794"
+from .figure import drawn, name_at_the_end
+
 COLOURS = ("#c2410c", "#1b7f5c", "#2563a8", "#8b5cb0", "#a87d1f", "#c0407f", "#4b8f9e", "#5c6670")
 
 
@@ -21,40 +21,22 @@ def usage_curves(run: Path) -> tuple[np.ndarray, dict[str, np.ndarray]]:
 
 def plot_usage(runs: Sequence[Path], file: Path, *, title: str) -> None:
     """One curve for each language: its share of the sentences drawn, mean over the runs and, shaded, their range."""
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     curves = [usage_curves(run) for run in runs]
     steps = sorted(set.intersection(*(set(steps.tolist()) for steps, _ in curves)))
     names = sorted(curves[0][1], key=lambda name: -curves[0][1][name][-1])
-    figure, axes = plt.subplots(figsize=(8, 4.2), dpi=150)
     ends = []
-    for number, name in enumerate(names):
-        values = np.stack([100 * np.interp(steps, its, usage[name]) for its, usage in curves])  # (runs, steps)
-        colour, dashes = COLOURS[number % len(COLOURS)], "-" if number < len(COLOURS) else "--"
-        axes.fill_between(steps, values.min(0), values.max(0), color=colour, alpha=0.18, linewidth=0)
-        axes.plot(steps, values.mean(0), color=colour, linewidth=2, linestyle=dashes)
-        ends.append((values.mean(0)[-1], name, colour))
-    axes.set_ylim(0, None)
-    axes.set_xlim(0, max(1, steps[-1]))
-    for place, (_, name, colour) in zip(_apart([end for end, _, _ in ends], axes.get_ylim()[1]), ends, strict=True):
-        axes.annotate(
-            name,
-            (1, place),
-            (6, 0),
-            xycoords=("axes fraction", "data"),
-            textcoords="offset points",
-            color=colour,
-            va="center",
-        )
-    axes.set_xlabel("training step", color=INK)
-    axes.set_ylabel("share of the sentences drawn, %", color=INK)
-    axes.set_title(title, loc="left", color=INK, fontsize=12)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(colors=INK)
-    figure.tight_layout()
-    figure.savefig(file)
-    plt.close(figure)
+    with drawn(file, title=title, up="share of the sentences drawn, %") as axes:
+        for number, name in enumerate(names):
+            values = np.stack([100 * np.interp(steps, its, usage[name]) for its, usage in curves])  # (runs, steps)
+            colour, dashes = COLOURS[number % len(COLOURS)], "-" if number < len(COLOURS) else "--"
+            axes.fill_between(steps, values.min(0), values.max(0), color=colour, alpha=0.18, linewidth=0)
+            axes.plot(steps, values.mean(0), color=colour, linewidth=2, linestyle=dashes)
+            ends.append((values.mean(0)[-1], name, colour))
+        axes.set_ylim(0, None)
+        axes.set_xlim(0, max(1, steps[-1]))
+        heights = _apart([end for end, _, _ in ends], axes.get_ylim()[1])
+        for height, (_, name, colour) in zip(heights, ends, strict=True):
+            name_at_the_end(axes, name, height, colour)
 
 
 def _apart(values: Sequence[float], height: float) -> list[float]:

@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-import matplotlib
 import numpy as np
 from safetensors.numpy import load_file
 
-INK, QUIET, RIGHT, WRONG = "#1f2933", "#7b8794", "#1b7f5c", "#c2410c"
+from .figure import QUIET, drawn, name_at_the_end
+
+RIGHT, WRONG = "#1b7f5c", "#c2410c"
 
 
 def weight_curves(run: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -25,28 +26,16 @@ def weight_curves(run: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 def plot_weights(runs: Sequence[Path], file: Path, *, title: str) -> None:
     """One curve for right and one for wrong labels over training steps, with the range over the runs."""
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 4.2), dpi=150)
     every_steps, *curves = zip(*(weight_curves(run) for run in runs), strict=True)
     steps = every_steps[0]
-    for values, colour, name in zip(
-        map(np.stack, curves), (RIGHT, WRONG), ("right labels", "wrong labels"), strict=True
-    ):
-        axes.fill_between(steps, values.min(0), values.max(0), color=colour, alpha=0.18, linewidth=0)
-        axes.plot(steps, values.mean(0), color=colour, linewidth=2)
-        end = (steps[-1], values.mean(0)[-1])
-        axes.annotate(name, end, (6, 0), textcoords="offset points", color=colour, va="center")
-    axes.axhline(1, color=QUIET, linewidth=1, linestyle=(0, (4, 3)))
-    axes.annotate("plain training", (steps[-1], 1), (6, 0), textcoords="offset points", color=QUIET, va="center")
-    axes.set_xlabel("training step", color=INK)
-    axes.set_ylabel("mean weight (uniform = 1)", color=INK)
-    axes.set_ylim(0, None)
-    axes.set_xlim(0, max(1, steps[-1]))
-    axes.set_title(title, loc="left", color=INK, fontsize=12)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(colors=INK)
-    figure.tight_layout()
-    figure.savefig(file)
-    plt.close(figure)
+    with drawn(file, title=title, up="mean weight (uniform = 1)") as axes:
+        for values, colour, name in zip(
+            map(np.stack, curves), (RIGHT, WRONG), ("right labels", "wrong labels"), strict=True
+        ):
+            axes.fill_between(steps, values.min(0), values.max(0), color=colour, alpha=0.18, linewidth=0)
+            axes.plot(steps, values.mean(0), color=colour, linewidth=2)
+            name_at_the_end(axes, name, values.mean(0)[-1], colour)
+        axes.axhline(1, color=QUIET, linewidth=1, linestyle=(0, (4, 3)))
+        name_at_the_end(axes, "plain training", 1, QUIET)
+        axes.set_ylim(0, None)
+        axes.set_xlim(0, max(1, steps[-1]))

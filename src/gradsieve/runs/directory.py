@@ -2,12 +2,15 @@
 
 ::
 
-    recipe.json  environment.json  metrics.jsonl  result.json
+    recipe.json  environment.json  metrics.jsonl  time.json  result.json
     final/model.safetensors  final/scorer.safetensors
+    final/input.json  final/direction.safetensors    images: what it takes to use the scorer on other data
     best/step-N.safetensors                  the parameters that dev chose
     scores/step-N.safetensors                each training example's latest weight, float16, 1 is uniform
     damaged.safetensors                      which training examples were damaged, where that is known
+    examples.json  examples.safetensors      images: sizes, classes, labels, losses, a few thumbnails with their names
     checkpoints/step-N/                      tensors.safetensors, state.json
+    tensorboard/                             event files, if asked for
 """
 
 import json
@@ -83,6 +86,10 @@ class RunDirectory:
 
     def save_scores(self, step: int, weights: Tensor) -> None:
         self.save_tensors(f"scores/{numbered(step)}", {"weights": weights.half()})
+
+    def save_times(self, times: Mapping[str, Any]) -> None:
+        """Seconds of training, of what is done around its steps, and of the parts of those steps that were timed."""
+        save_json(self.path / "time.json", times)
 
     def save_checkpoint(self, step: int, state: Mapping[str, Any]) -> None:
         save_checkpoint(self.path / "checkpoints" / numbered(step), {"step": step, "state": state})

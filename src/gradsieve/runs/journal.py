@@ -15,8 +15,10 @@ from ..optimizers import load_optimizer
 from ..randomness import random_state, set_random_state
 from ..record import GroupRecord, StepRecord
 from .directory import RunDirectory, numbered
+from .live import Events
 from .progress import Progress
 from .recipe import Recipe
+from .timing import Times
 
 Metrics = dict[str, float]
 
@@ -43,6 +45,8 @@ class Journal:
         evaluate_dev: gives its metrics, the most telling one first.
         better: ``better(new, old)`` chooses the best step by them.
         num_examples: size of the training set, for the latest weight of each example; 0 where examples have none.
+        evaluate_more: gives metrics of other sets, by name; they are noted beside dev's and choose nothing.
+        on_checkpoint: called before each checkpoint, for whatever else is to be written down now and then.
     """
 
     def __init__(
@@ -55,6 +59,8 @@ class Journal:
         evaluate_dev: Callable[[], Metrics],
         better: Callable[[Metrics, Metrics], bool] = first_is_higher,
         num_examples: int = 0,
+        evaluate_more: Callable[[], Mapping[str, Metrics]] = dict,
+        on_checkpoint: Callable[[], None] = lambda: None,
         device: torch.device,
         progress: Progress,
     ):
@@ -63,7 +69,10 @@ class Journal:
         self.latest = torch.full((num_examples,), torch.nan, dtype=torch.float16, device=device)  # 1 is uniform
         self.share, self.updates = torch.zeros((), device=device), 0
         self.best: dict[str, Any] = {"step": 0, "dev": None}
+        self.evaluate_more, self.on_checkpoint = evaluate_more, on_checkpoint
+        self.events: Events | None = None
         self.seconds = self.clock = 0.0
+        self.times = Times(device)
 
     def begin(self, title: str) -> int:
         """Goes back to the last checkpoint, if there is one, and returns its step, else 0."""
@@ -77,6 +86,7 @@ class Journal:
                     f"the checkpoint at step {step} in {self.run.path} does not fit this run ({error}). "
                     "Begin anew with another --out."
                 ) from error
+        self.events = self.progress.events(self.run.path, step)
         self.progress.begin(title, self.recipe.steps, step)
         self.clock = time.perf_counter()
         return step
@@ -109,25 +119,37 @@ class Journal:
         log, scores, evaluate, checkpoint = (step % every == 0 or step == recipe.steps for every in moments)
         if log or isinstance(record, GroupRecord):  # which come seldom
             line = {"step": step, "loss": loss.item()}
-            self.run.log(line | (record.to_dict() if record is not None else {}) | dict(figures()))
+            self._log(line | (record.to_dict() if record is not None else {}) | dict(figures()))
+            if isinstance(record, StepRecord) and self.updates:
+                self.progress.weigh(record, self.latest)
             self.progress.tell(step, loss=line["loss"])
+        self.times.after_step(next_waits=(step + 1) % recipe.log_every == 0)
         if not (scores or evaluate or checkpoint):
             return
         self.seconds += time.perf_counter() - self.clock
         if scores and self.updates:
-            self.run.save_scores(step, self.latest)
+            with self.times.around("records"):
+                self.run.save_scores(step, self.latest)
+                if self.events is not None:
+                    self.events.weights(step, self.latest)
         if evaluate:
-            self._evaluate(step)
+            with self.times.around("evaluation"):
+                self._evaluate(step)
+            self._save_times(step)
         if checkpoint:
-            self._checkpoint(step)
+            with self.times.around("records"):
+                self.on_checkpoint()
+                self._checkpoint(step)
         self.clock = time.perf_counter()
 
     def result(self, evaluate_test: Callable[[str], Metrics]) -> dict[str, Any]:
         """What is measured on test, once, after training: the "last" parameters, and the "best", which dev chose."""
         self.run.save_tensors("final/model", self.evaluated.state_dict())
-        last = evaluate_test("last")
-        self.evaluated.load_state_dict(load_file(self._best_file()))
-        best = last if self.best["step"] == self.recipe.steps else evaluate_test("best")
+        with self.times.around("test"):
+            last = evaluate_test("last")
+            self.evaluated.load_state_dict(load_file(self._best_file()))
+            best = last if self.best["step"] == self.recipe.steps else evaluate_test("best")
+        self._save_times(self.recipe.steps)
         self.progress.end()
         found = {
             "steps": self.recipe.steps,
@@ -141,17 +163,26 @@ class Journal:
             found["effective_share"] = (self.share / self.updates).item() if self.updates else 1.0
         return found
 
+    def _log(self, record: Mapping[str, Any]) -> None:
+        self.run.log(record)
+        if self.events is not None:
+            self.events.log(record)
+
     def _evaluate(self, step: int) -> None:
         metrics = self.evaluate_dev()
-        self.run.log({"step": step, "seconds": self.seconds, "dev": metrics})
+        self._log({"step": step, "seconds": self.seconds, "dev": metrics} | dict(self.evaluate_more()))
         self.progress.tell(step, dev=next(iter(metrics.values())))
         if self.best["dev"] is None or self.better(metrics, self.best["dev"]):
             self.best = {"step": step, "dev": metrics}
             self.run.save_tensors(f"best/{numbered(step)}", self.evaluated.state_dict())
 
+    def _save_times(self, step: int) -> None:
+        self.run.save_times({"step": step, "training": self.seconds} | self.times.state_dict())
+
     def _checkpoint(self, step: int) -> None:
         own = {"latest": self.latest, "share": self.share, "updates": self.updates, "best": self.best}
         state = {"parts": {name: part.state_dict() for name, part in self.parts.items()}, "seconds": self.seconds}
+        state["times"] = self.times.state_dict()
         self.run.save_checkpoint(step, own | state | {"random": random_state(self.device)})
         for file in self._best_file().parent.glob("step-*"):  # what an older checkpoint called the best
             if file != self._best_file():
@@ -169,6 +200,8 @@ class Journal:
         self.latest.copy_(state["latest"])
         self.share.copy_(state["share"])
         self.updates, self.seconds = state["updates"], state["seconds"]
+        if "times" in state:  # written by newer versions
+            self.times.load_state_dict(state["times"])
         nothing, self.best = self.best, state["best"]
         if not self._best_file().is_file():  # only an older checkpoint could be read: dev chooses anew
             self.best = nothing

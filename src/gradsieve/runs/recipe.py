@@ -59,6 +59,13 @@ class Recipe(Settings):
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
 
 
+class SPCLSettings(Settings):
+    start: PositiveShare = 0.5
+    """Share of each batch that is let in at first."""
+    full_at: Share = 0.5
+    """Share of the steps after which all are let in."""
+
+
 def recipe_names() -> list[str]:
     """Those that come with the package."""
     return sorted(f.name.removesuffix(".toml") for f in _folder().iterdir() if f.name.endswith(".toml"))
@@ -165,6 +172,9 @@ def _sentences(error: ValidationError, model: type[BaseModel]) -> list[str]:
 def _keys(model: type[BaseModel], path: list[str]) -> list[str]:
     for part in path:
         annotation = model.model_fields[part].annotation
+        annotation = next(
+            (a for a in get_args(annotation) if a is not type(None)), annotation
+        )  # of one that may be None
         assert isinstance(annotation, type)
         assert issubclass(annotation, BaseModel)
         model = annotation

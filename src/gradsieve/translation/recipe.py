@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from ..runs.recipe import Count, NotNegative, Positive, PositiveShare, Recipe, Settings, Share
+from ..runs.recipe import Count, NotNegative, Positive, Recipe, Settings, Share, SPCLSettings
 from .pairs import LIMITS
 
 
@@ -73,13 +73,6 @@ class TCSSettings(Settings):
     """The lower, the more of what looks most like the low-resource language."""
     most_frequent: Count = 10_000
     """Character n-grams, of one to four characters, that languages are compared by."""
-
-
-class SPCLSettings(Settings):
-    start: PositiveShare = 0.5
-    """Share of each batch that is let in at first."""
-    full_at: Share = 0.5
-    """Share of the steps after which all are let in."""
 
 
 class DecodeSettings(Settings):

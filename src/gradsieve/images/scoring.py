@@ -1,0 +1,196 @@
+"""A trained scorer as a product: what a run keeps of it, and the scores that it gives any set of images.
+
+A scorer that asks for signals gets them from the run's final model: the loss of each example, and its gradient's
+agreement with the dev set's at the final parameters. It puts them on the scale of the examples that it sees together;
+in training that is a batch, here the whole set, so that its scores do not hang on the company an example is in.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..dev import dev_gradient
+from ..errors import GradsieveError
+from ..parameters import Direction, LossFn, trainable, untouched
+from ..randomness import RandomStream, seeded
+from ..reward import rewards
+from ..runs.checkpoint import save_json
+from ..runs.directory import RunDirectory
+from ..scorer import bounded, checked_scores
+from .augment import normalized
+from .data import ImageSet, Splits
+from .methods import make_scorer
+from .models import build_model
+from .recipe import ImageRecipe
+from .stream import Batch, InOrder, Stream
+
+BATCH = 500
+TOGETHER = 1 << 18
+"""Examples, at most, whose signals are put on one scale at once."""
+SCORED = ("dds", "dds-retrained")
+
+OnRows = Callable[[int, int], None]
+"""``on_rows(done, total)`` hears of the progress."""
+
+
+def save_scorer(
+    run: RunDirectory, scorer: nn.Module, splits: Splits, shape: tuple[int, ...], direction: Direction | None
+) -> None:
+    """``final/scorer.safetensors``, and what it takes to use it on other data: what the network saw; v, if wanted."""
+    content = {"shape": shape, "mean": splits.mean, "deviation": splits.deviation, "num_classes": splits.num_classes}
+    save_json(run.path / "final/input.json", content | {"classes": splits.classes})
+    if direction is not None:
+        run.save_tensors("final/direction", direction)
+    run.save_tensors("final/scorer", scorer.state_dict())
+
+
+def final_direction(
+    model: nn.Module, loss_fn: LossFn, batches: Iterator[Batch], optimizer: Optimizer | None, *, mode: str
+) -> dict[str, Tensor]:
+    """V of Eq. 2 for a run that is over: the gradient of the whole dev set, each coordinate scaled as g' would.
+
+    What Eq. 17 depends on in an optimizer at rest are Adam's second moments: g' is near ``lr / sqrt(v_t)``. The
+    length of v does not matter, so that lr is left out, and of SGD nothing remains. `optimizer` None leaves g' out.
+    """
+    total: dict[str, Tensor] = {}
+    theta = trainable(model)
+    for batch in batches:
+        _, d_theta = dev_gradient(model, loss_fn, batch, theta, mode=mode)
+        total = {name: d + total[name] if total else d for name, d in d_theta.items()}
+    held = [p for group in optimizer.param_groups for p in group["params"]] if optimizer else []
+    for (name, _), parameter in zip(model.named_parameters(), held, strict=False):  # the model may be an average
+        state = optimizer.state.get(parameter, {}) if optimizer else {}
+        if "exp_avg_sq" in state and name in total:
+            total[name] = total[name] / (state["exp_avg_sq"].sqrt() + 1e-8)
+    return total
+
+
+class TrainedScorer:
+    """The scorer of a finished run, with its model where it asks for signals."""
+
+    def __init__(self, run: Path, device: torch.device):
+        settings = _settings(run)
+        self.recipe = recipe = ImageRecipe.model_validate(settings["recipe"])
+        self.seed, self.device, self.run = int(settings["seed"]), device, run
+        given = _json(run / "final/input.json")
+        self.shape, self.num_classes = tuple(given["shape"]), int(given["num_classes"])
+        self.classes = tuple(given["classes"])
+        self.mean, self.deviation = (torch.tensor(given[name], device=device) for name in ("mean", "deviation"))
+        model = build_model(recipe.model.name, shape=self.shape, num_classes=self.num_classes)
+        model.load_state_dict(_tensors(run / "final/model.safetensors"))
+        self.format = torch.channels_last if recipe.model.channels_last else torch.contiguous_format
+        self.model = model.to(device).to(memory_format=self.format).eval()  # type: ignore[call-overload]
+        final = recipe.scorer.model_copy(update={"init": run / "final/scorer.safetensors"})
+        self.scorer = make_scorer(final, self.model, self.shape, self.num_classes, self.seed).eval()
+        self.signals: tuple[str, ...] = tuple(getattr(self.scorer, "signals", ()))
+        self.direction: dict[str, Tensor] = {}
+        if "alignment" in self.signals:
+            self.direction = {n: v.to(device) for n, v in _tensors(run / "final/direction.safetensors").items()}
+
+    def low(self) -> AbstractContextManager[Any]:
+        """The precision that the run trained in."""
+        half = self.recipe.model.precision == "bf16"
+        return torch.autocast(self.device.type, torch.bfloat16) if half else nullcontext()
+
+    def batches(self, images: ImageSet) -> Stream:
+        """The set in its own order, as evaluation sees it."""
+
+        def prepare(pixels: Tensor, step: int) -> Tensor:
+            return normalized(pixels, self.mean, self.deviation).contiguous(memory_format=self.format)
+
+        return Stream(InOrder(images, BATCH), prepare, self.device, self.recipe.data.workers)
+
+    @torch.no_grad()
+    def told(self, batch: Batch, loss_fn: LossFn) -> dict[str, Tensor]:
+        """The signals that the scorer asks for, (B,) each, at the final parameters."""
+        found = {}
+        with self.low():
+            losses = loss_fn(self.model, batch).float()
+        if "loss" in self.signals:
+            found["loss"] = losses
+        if "alignment" in self.signals:
+            own = self.recipe.dds.reward
+            found["alignment"] = rewards(
+                self.model,
+                loss_fn,
+                batch,
+                self.direction,
+                estimator="jvp" if own == "per_example" else own,
+                losses=None if self.recipe.model.precision == "bf16" else losses,
+            )
+        return found
+
+    @torch.no_grad()
+    def scores(self, batch: Batch | None, told: dict[str, Tensor], like: Tensor) -> Tensor:
+        """As DDS bounds them, (B,): weights are their softmax. `like` has one number for each example."""
+        with self.low():
+            found = checked_scores(self.scorer(batch, **told), like)
+        return bounded(found, self.recipe.dds.max_logit)
+
+
+def score_set(trained: TrainedScorer, images: ImageSet, loss_fn: LossFn, on_rows: OnRows) -> Tensor:
+    """A score for each image, (N,) float32 on the CPU. What is held at once is a batch, and a few numbers a row."""
+    count, done = len(images), 0
+    columns = {name: torch.empty(count) for name in trained.signals or ("score",)}
+    with RandomStream(trained.device, 0), untouched(trained.model, training=False):
+        for batch in trained.batches(images):
+            told = trained.told(batch, loss_fn) if trained.signals else {}
+            found = told or {"score": trained.scores(batch, {}, batch[1].float())}
+            for name, column in columns.items():
+                column[done : done + len(batch[1])] = found[name].cpu()
+            done += len(batch[1])
+            on_rows(done, count)
+    scores = _scored_together(trained, columns) if trained.signals else columns["score"]
+    if bad := int((~scores.isfinite()).sum()):
+        raise GradsieveError(f"{bad:,} of {count:,} scores are not finite: the training of {trained.run} went astray.")
+    return scores
+
+
+def _scored_together(trained: TrainedScorer, columns: dict[str, Tensor]) -> Tensor:
+    count = len(next(iter(columns.values())))
+    scores = torch.empty(count)
+    parts = torch.randperm(count, generator=seeded(trained.seed, "together")).tensor_split(-(-count // TOGETHER))
+    for rows in parts:
+        told = {name: column[rows].to(trained.device) for name, column in columns.items()}
+        scores[rows] = trained.scores(None, told, next(iter(told.values()))).cpu()
+    return scores
+
+
+def _settings(run: Path) -> dict[str, Any]:
+    """What recipe.json says, if the run is one whose scorer can be used again."""
+    if not (run / "recipe.json").is_file():
+        raise GradsieveError(f"{run} is no run directory: it has no recipe.json. Give the --out of gradsieve train.")
+    settings = _json(run / "recipe.json")
+    task, method = settings.get("recipe", {}).get("task"), settings.get("method")
+    if task != "images":
+        raise GradsieveError(f"{run} is a run of the task {task}; its scorer chooses languages, not examples.")
+    if method not in SCORED:
+        raise GradsieveError(f"{run} was trained by {method}, which leaves no scorer. Give a run of dds.")
+    if not (run / "result.json").is_file():
+        raise GradsieveError(f"{run} has not ended yet. Go on with it by gradsieve train ... --resume.")
+    return settings
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text())
+        if isinstance(found, dict):
+            return found
+        raise ValueError("no JSON object")
+    except (OSError, ValueError) as error:
+        raise GradsieveError(f"{file} cannot be read ({error}). The run must be trained again.") from error
+
+
+def _tensors(file: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise GradsieveError(f"{file} cannot be read ({error}). The run must be trained again.") from error

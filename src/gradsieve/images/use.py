@@ -1,0 +1,41 @@
+"""`gradsieve score`: from a finished run and a data set to a file of scores."""
+
+from pathlib import Path
+
+import torch
+
+from .. import __version__
+from ..errors import GradsieveError
+from .scores import best, write_kept, write_scores
+from .scoring import OnRows, TrainedScorer, score_set
+from .sets import set_to_score
+from .train import cross_entropy
+
+
+def score_run(
+    run: Path,
+    out: Path,
+    *,
+    data: Path | None,
+    split: str = "train",
+    keep: float | None = None,
+    device: torch.device,
+    on_rows: OnRows = lambda done, total: None,
+) -> list[str]:
+    """Writes the scores, and with `keep` the ids of the best share beside them; returns what to tell the user."""
+    if out.suffix != ".parquet":
+        raise GradsieveError(f"--out {out} must be a file that ends in .parquet.")
+    if keep is not None and not 0 < keep <= 1:
+        raise GradsieveError(f"--keep is a share of the examples, above 0 and up to 1, not {keep:g}.")
+    trained = TrainedScorer(run, device)
+    images = set_to_score(trained, data, split)
+    scores = score_set(trained, images, cross_entropy, on_rows)
+    origin = {"version": __version__, "run": str(run), "scorer": trained.recipe.scorer.kind, "split": split}
+    write_scores(out, images, scores, origin)
+    low, high = scores.aminmax()
+    lines = [f"{len(images):,} scores from {float(low):.3g} to {float(high):.3g} are in {out}"]
+    if keep is not None:
+        kept, file = best(scores, keep), out.with_suffix(".keep.txt")
+        write_kept(file, images, kept)
+        lines.append(f"The {int(kept.sum()):,} best are named in {file}")
+    return [*lines, f"Train on them with: gradsieve train {trained.recipe.name} --scores {out} --out DIR"]
