@@ -600,7 +600,13 @@ def test_compare_from_the_command_line(call: Callable[..., Ended], tmp_path: Pat
 def test_a_comparison_that_is_stopped_takes_its_workers_with_it(stop: signal.Signals, tmp_path: Path) -> None:
     arguments = ("compare", "digits", "--methods", "uniform,dds", "--out", "c", "--jobs", "2", "--set", "steps=100000")
     process = subprocess.Popen(
-        command(*arguments), cwd=tmp_path, env=ENVIRONMENT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+        command(*arguments),
+        cwd=tmp_path,
+        env=ENVIRONMENT,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # which jobs of a shell ignore
     )
     folders = [tmp_path / f"c/{method}/seed-0" for method in ("uniform", "dds")]
     while process.poll() is None and not all((folder / "metrics.jsonl").exists() for folder in folders):
