@@ -564,6 +564,8 @@ def test_a_full_disk_ends_with_a_message_and_the_last_checkpoint(call: Callable[
             "nothing to train on",
         ),
         (("download", "mnist", "--out", "x"), "no data set 'mnist'"),
+        (("train", "digits", "--overhead", "0", "--out", "x"), "dds.overhead"),
+        (("train", "digits", "--overhead", "0.1", "--set", "dds.update_every=2", "--out", "x"), "give one of them"),
         (("recipes", "nothing"), "unknown recipe 'nothing'"),
     ],
 )
@@ -619,6 +621,13 @@ def test_a_comparison_that_is_stopped_takes_its_workers_with_it(stop: signal.Sig
     for folder in folders:  # nobody holds them any more
         with directory_module._locked(folder):
             pass
+
+
+def test_a_budget_from_the_command_line(call: Callable[..., Ended], tmp_path: Path) -> None:
+    ended = call("train", "digits", "--overhead", "0.1", "--out", "run", "--set", "steps=60", "--set", "log_every=1")
+    assert ended.code == 0, ended.err
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert {2} < {line["update_every"] for line in lines if "update_every" in line}
 
 
 def test_the_list_of_recipes(call: Callable[..., Ended]) -> None:

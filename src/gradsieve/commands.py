@@ -27,6 +27,10 @@ Scores = Annotated[
         "--scores", help="Train on the best 80% by this file of `gradsieve score`; see selection.keep, selection.use."
     ),
 ]
+Overhead = Annotated[
+    float | None,
+    typer.Option("--overhead", help="For dds: how much longer than a plain step one may take, such as 0.1."),
+]
 TensorBoard = Annotated[
     bool, typer.Option("--tensorboard", help="Also write TensorBoard's event files, into each run's folder.")
 ]
@@ -87,6 +91,7 @@ def train(
     data: Data = None,
     overrides: Overrides = None,
     scores: Scores = None,
+    overhead: Overhead = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run that is in --out.")] = False,
     device: Device = "auto",
     tensorboard: TensorBoard = False,
@@ -98,7 +103,7 @@ def train(
     console = Console()
     if tensorboard:
         check_tensorboard()
-    resolved = recipe_for(method, recipe, _with_scores(overrides, scores))
+    resolved = recipe_for(method, recipe, _overrides(overrides, scores, overhead))
     task = TASKS[resolved.task]
     with Progress(console, tensorboard=tensorboard) as progress:
         result = task.train(
@@ -134,6 +139,7 @@ def compare(
     data: Data = None,
     overrides: Overrides = None,
     scores: Scores = None,
+    overhead: Overhead = None,
     jobs: Annotated[int, typer.Option(min=1, help="Runs at the same time, on the CPU's cores.")] = 1,
     device: Device = "auto",
     tensorboard: TensorBoard = False,
@@ -149,7 +155,7 @@ def compare(
         recipe,
         variants,
         seeds,
-        overrides=_with_scores(overrides, scores),
+        overrides=_overrides(overrides, scores, overhead),
         data=data,
         out=out,
         device=_device(device),
@@ -305,11 +311,15 @@ def download(
     console.print(f"{name} {'is' if fetched else 'was already'} in {out}.", highlight=False, markup=False)
 
 
-def _with_scores(overrides: list[str] | None, scores: Path | None) -> list[str]:
-    """`--scores FILE` says for short what `--set selection.file=FILE` says."""
+def _overrides(given: list[str] | None, scores: Path | None, overhead: float | None) -> list[str]:
+    """`--scores FILE` and `--overhead SHARE` say for short what `--set` says at length."""
     import json
 
-    return [*(overrides or []), *([] if scores is None else [f"selection.file={json.dumps(str(scores))}"])]
+    short = {
+        "selection.file": None if scores is None else json.dumps(str(scores)),
+        "dds.overhead": None if overhead is None else str(overhead),
+    }
+    return [*(given or []), *(f"{key}={value}" for key, value in short.items() if value is not None)]
 
 
 def _device(name: str) -> "torch.device":
