@@ -2,10 +2,7 @@
 
 import io
 import json
-import random
-import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +13,7 @@ import torch
 from conftest import Ended
 from hypothesis import given
 from hypothesis import strategies as st
-from test_runs import CPU, ENVIRONMENT, SMALL_TEXT, command, digest, run
+from test_runs import CPU, SMALL_TEXT, digest, end_as_if_never_killed, run
 
 from gradsieve import GradsieveError
 from gradsieve.baselines.tcs import uniform_distribution
@@ -220,22 +217,7 @@ def test_mixed_batches_and_transformers_run_and_resume(
 def test_killed_at_random_moments_it_ends_as_if_it_had_never_been(text: Path, tmp_path: Path) -> None:
     arguments = ("train", "translation", "--method", "dds", "--data", str(text), *SETTINGS, "--set", "steps=300")
     arguments = (*arguments, "--set", "evaluate_every=100", "--set", "decode.bleu_below=1.0")
-    chance = random.Random(1)
-    for _ in range(6):
-        process = subprocess.Popen(
-            command(*arguments, "--out", "killed", "--resume"), cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.DEVNULL
-        )
-        opened = tmp_path / "killed/recipe.json"
-        before = opened.stat().st_mtime_ns if opened.exists() else 0
-        while process.poll() is None and (opened.stat().st_mtime_ns if opened.exists() else 0) == before:
-            time.sleep(0.005)
-        time.sleep(chance.uniform(0, 0.3))
-        assert process.poll() is None, "the run ended before it could be killed: make it longer"
-        process.kill()
-        process.wait()
-    for name in ("killed", "whole"):
-        subprocess.run(command(*arguments, "--out", name, "--resume"), cwd=tmp_path, env=ENVIRONMENT, check=True)
-    assert digest(tmp_path / "killed") == digest(tmp_path / "whole")
+    end_as_if_never_killed(arguments, tmp_path, kills=6)
 
 
 def test_compare_translate_and_pictures(
