@@ -31,7 +31,7 @@ setup: .venv/.done
 .venv/.done: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt "pip>=25.1"
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[images,translation,report,tensorboard]" --group dev
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[images,translation,report,tensorboard,bench]" --group dev
 	@touch $@
 
 clean:

@@ -3,16 +3,21 @@
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from conftest import Ended
+from torch import nn
+from torch.optim import SGD
 
 from gradsieve.baselines import BatchWeight
 from gradsieve.bench import contenders, run
 from gradsieve.bench.subjects import SUBJECTS, loss_fn
-from gradsieve.bench.timing import breakdown, interleaved, peak_memory, ratio
+from gradsieve.bench.timing import Step, breakdown, interleaved, peak_memory, ratio
 from gradsieve.bench.translating import translation_steps
 from gradsieve.reward import alignment
 
@@ -21,10 +26,17 @@ CPU = torch.device("cpu")
 
 def test_all_take_turns_in_every_round() -> None:
     order: list[str] = []
-    steps = {name: (lambda name=name: order.append(name)) for name in "abc"}  # type: ignore[misc]
+    steps = {name: Step(lambda name=name: order.append(name)) for name in "abc"}  # type: ignore[misc]
     found = interleaved(steps, CPU, rounds=2, block=0.0, warm_up=1)
     assert "".join(order) == "aabbcc" + "abc" + "cba"
     assert {len(times) for times in found.values()} == {2}
+
+
+def test_a_turn_takes_whole_cycles() -> None:
+    order: list[str] = []
+    steps = {"a": Step(lambda: order.append("a"), lambda: 3), "b": Step(lambda: order.append("b"))}
+    interleaved(steps, CPU, rounds=2, block=0.0, warm_up=0)
+    assert "".join(order) == "ab" + "aaab" + "baaa"
 
 
 def test_a_turn_is_as_long_as_its_block() -> None:
@@ -38,7 +50,7 @@ def test_a_turn_is_as_long_as_its_block() -> None:
         counts["fast"] += 1
         time.sleep(0.002)
 
-    interleaved({"slow": slow, "fast": fast}, CPU, rounds=1, block=0.05, warm_up=1)
+    interleaved({"slow": Step(slow), "fast": Step(fast)}, CPU, rounds=1, block=0.05, warm_up=1)
     assert counts["slow"] < counts["fast"]
 
 
@@ -47,14 +59,14 @@ def test_the_ratio_is_the_median_of_ratios_within_rounds() -> None:
 
 
 def test_peak_memory_counts_what_lives_at_once() -> None:
-    def make() -> Callable[[], None]:
+    def make() -> Step:
         kept = torch.zeros(1_000_000)
 
         def step() -> None:
             torch.zeros(500_000)
             torch.zeros(500_000).add_(kept[0])
 
-        return step
+        return Step(step)
 
     assert peak_memory(make, CPU) == pytest.approx(4 * 1_500_000, rel=0.01)
 
@@ -73,19 +85,29 @@ def test_per_example_gradients_by_vmap_are_the_rewards() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("package", ["higher", "opacus"])
-def test_what_people_use_instead_computes_the_same(package: str) -> None:
-    """If it is installed: the weights of learning to reweight, the rewards by per-example gradients."""
-    pytest.importorskip(package)
-    subject = SUBJECTS["mlp"]
-    model, batch, direction = contenders._measuring(subject, CPU)
-    if package == "opacus":
-        found = contenders.per_example_opacus(subject, CPU)()
-        expected = alignment(model, loss_fn, batch, direction, estimator="jvp")
-        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
-    else:
-        contenders.batchweight_higher(subject, CPU)()
-        assert BatchWeight(model, loss_fn, [batch]).loss(batch).isfinite()
+def test_per_example_gradients_by_opacus_are_the_rewards() -> None:
+    pytest.importorskip("opacus")
+    found = contenders.per_example_opacus(SUBJECTS["mlp"], CPU)()
+    model, batch, direction = contenders._measuring(SUBJECTS["mlp"], CPU)
+    expected = alignment(model, loss_fn, batch, direction, estimator="jvp")
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_learning_to_reweight_by_higher_gives_our_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("higher")
+    monkeypatch.setattr(contenders, "BATCHES", 1)
+    subject = replace(SUBJECTS["mlp"], optimizer=partial(SGD, lr=0.1))
+    found = contenders.batchweight_higher(subject, CPU)()
+    ours: list[torch.Tensor] = []
+
+    def way(model: nn.Module, _: Any, dev: Any) -> BatchWeight:
+        method = BatchWeight(model, loss_fn, dev)
+        step = method.step
+        monkeypatch.setattr(method, "step", lambda: ours.append(step().weights))
+        return method
+
+    contenders._training(subject, CPU, way)()
+    torch.testing.assert_close(ours[0], found, rtol=1e-2, atol=1e-4)
 
 
 def test_every_translation_method_takes_steps() -> None:

@@ -3,6 +3,7 @@
 Rows ``reward-*`` and ``per-example-*`` are one measurement of a batch's rewards, without training.
 """
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -42,7 +43,7 @@ def _training(subject: Subject, device: torch.device, method: Callable[..., Any]
         optimizer.step()
         way.step()
 
-    return step
+    return Step(step, lambda: getattr(way, "update_every", 1))
 
 
 def uniform(subject: Subject, device: torch.device) -> Step:
@@ -98,8 +99,10 @@ def _reward(estimator: str) -> Callable[[Subject, torch.device], Step]:
         state = random_state(device)
         losses = loss_fn(model, batch).detach()  # which training has computed anyway
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        return lambda: rewards(
-            model, loss_fn, batch, direction, estimator=estimator, losses=losses, state=state, buffers=buffers
+        return Step(
+            lambda: rewards(
+                model, loss_fn, batch, direction, estimator=estimator, losses=losses, state=state, buffers=buffers
+            )
         )
 
     return make
@@ -121,7 +124,7 @@ def per_example_vmap(subject: Subject, device: torch.device) -> Step:
         found = each(theta, inputs, labels)
         return torch.stack([(g * direction[name]).flatten(1).sum(1) for name, g in found.items()]).sum(0)
 
-    return step
+    return Step(step)
 
 
 def per_example_opacus(subject: Subject, device: torch.device) -> Step:
@@ -131,19 +134,21 @@ def per_example_opacus(subject: Subject, device: torch.device) -> Step:
     model, batch, direction = _measuring(subject, device)
     if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
         raise GradsieveError("Opacus refuses BatchNorm")
-    wrapped = GradSampleModule(model)
+    wrapped = GradSampleModule(model, loss_reduction="sum")
     parameters = dict(model.named_parameters())
 
     def step() -> Tensor:
         wrapped.zero_grad()
-        loss_fn(wrapped, batch).sum().backward()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # its hooks set off one of torch's
+            loss_fn(wrapped, batch).sum().backward()
         parts = []
         for name, p in parameters.items():
             parts.append((p.grad_sample * direction[name]).flatten(1).sum(1))  # type: ignore[attr-defined]
             p.grad_sample = None  # type: ignore[attr-defined]
         return torch.stack(parts).sum(0)
 
-    return step
+    return Step(step)
 
 
 def batchweight_higher(subject: Subject, device: torch.device) -> Step:
@@ -157,7 +162,7 @@ def batchweight_higher(subject: Subject, device: torch.device) -> Step:
     dev = [subject.batch(subject.dev_batch_size, device) for _ in range(BATCHES)]
     number = 0
 
-    def step() -> None:
+    def step() -> Tensor:
         nonlocal number
         number += 1
         batch, dev_batch = batches[number % BATCHES], dev[number % BATCHES]
@@ -170,8 +175,9 @@ def batchweight_higher(subject: Subject, device: torch.device) -> Step:
         weights = weights / weights.sum().clamp_min(1e-12)
         (weights * loss_fn(model, batch)).sum().backward()
         optimizer.step()
+        return weights
 
-    return step
+    return Step(step)
 
 
 CONTENDERS: dict[str, Callable[[Subject, torch.device], Step]] = {

@@ -1,18 +1,32 @@
 """Time and memory of steps, measured so that ratios mean something on a machine that is not quiet."""
 
+import math
 import os
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler speaks up at each start and stop
 
-Step = Callable[[], object]
 PARTS = "gradsieve."
 """How `record_function` labels of the library begin."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is timed."""
+
+    take: Callable[[], Any]
+    period: Callable[[], int] = lambda: 1
+    """How many steps make a whole cycle: a method that does more at every k-th step is timed over multiples of k."""
+
+    def __call__(self) -> Any:
+        return self.take()
 
 
 def wait(device: torch.device) -> None:
@@ -35,13 +49,14 @@ def interleaved(
 ) -> dict[str, list[float]]:
     """Seconds a step of each, round by round: within a round all take turns, so that all suffer the same neighbours.
 
-    In each turn as many steps are taken as fit in `block` seconds, but one at least.
+    In each turn as many steps are taken as fit in `block` seconds, in whole cycles and one of them at least.
     """
     times = {}
     for name, step in steps.items():
         for _ in range(warm_up):
             step()
-        times[name] = max(1, int(block / max(1e-9, seconds(step, 1, device))))
+        cycle = step.period()
+        times[name] = cycle * max(1, math.floor(block / max(1e-9, seconds(step, 1, device)) / cycle))
     found: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(rounds):
         order = list(steps) if number % 2 == 0 else list(steps)[::-1]

@@ -79,6 +79,7 @@ def translation_steps(device: torch.device, hidden: int = 256) -> dict[str, Call
             optimizer.step()
             way.step()
 
-        return step
+        steps_between = round(recipe.dds.items_between / (recipe.batch_words / LONGEST))  # pieces of both sides: 2 x 12
+        return Step(step, lambda: steps_between if way.observes else 1)
 
     return {method: partial(make, method) for method in METHODS}
