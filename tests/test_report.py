@@ -31,15 +31,15 @@ from gradsieve.images.data import ImageSet, Memory, Splits
 from gradsieve.images.examples import PROBABILITIES, SHOWN, choose, mean_weights, save_examples, thumbnails
 from gradsieve.images.load import load_splits
 from gradsieve.report.page.build import render, write_report
-from gradsieve.report.page.content import class_rows
 from gradsieve.report.page.curves import binned, noted, over_seeds, points_each
+from gradsieve.report.page.details import class_rows
 from gradsieve.report.page.detection import auroc, precision_at, suspicions
-from gradsieve.report.page.durations import FIRST, TRAINING, divided, parts
+from gradsieve.report.page.durations import FIRST, TRAINING, divided, parts, step_times
 from gradsieve.report.page.gallery import gallery, short_names
 from gradsieve.report.page.intervals import wilson
 from gradsieve.report.page.languages import samples
 from gradsieve.report.page.naming import experiments
-from gradsieve.report.page.read import find_runs
+from gradsieve.report.page.read import Run, find_runs
 from gradsieve.report.page.spread import EDGES, class_shares, groups, histogram, quantiles
 from gradsieve.runs.directory import RunDirectory
 from gradsieve.runs.timing import Times
@@ -231,7 +231,21 @@ class TestFigures:
         with times.part("loss"):
             pass
         times.after_step(next_waits=False)
-        assert times.state_dict() == {"around": {}, "in_step": {}, "timed_steps": 0}
+        assert times.state_dict() == {"around": {}, "in_step": {}, "timed_steps": 0, "history": []}
+
+    def test_times_of_steps_are_means_between_evaluations(self, tmp_path: Path) -> None:
+        times = Times(torch.device("cpu"))
+        for step in range(1, 7):
+            times.in_step = {"loss": 0.25 * step * step, "method": 1.0 * step}
+            times.after_step(next_waits=False)
+            if step in (2, 6):
+                times.note(step)
+        (tmp_path / "time.json").write_text(json.dumps(times.state_dict()))
+        own = Run(tmp_path, {})
+        assert step_times(own, ["loss"]) == {2: 1000 * 0.25 * 4 / 2, 6: 1000 * 0.25 * (36 - 4) / 4}
+        assert step_times(own, ["method"]) == {2: 1000, 6: 1000}
+        assert step_times(own) == {2: 1500, 6: 3000}
+        assert step_times(Run(tmp_path / "older", {})) == {}
 
     def test_names_without_what_they_share(self) -> None:
         assert short_names(["/data/train/a/1.png", "/data/train/b/2.png", ""]) == ["a/1.png", "b/2.png", ""]
@@ -294,6 +308,7 @@ class TestExamples:
         times = json.loads((tmp_path / "run/time.json").read_text())
         assert times["step"] == 60
         assert times["timed_steps"] == 60
+        assert [noted["step"] for noted in times["history"]] == [20, 40, 60]
 
     def test_what_is_kept(self, compared: Path) -> None:
         kept = load_file(compared / "dds/seed-0/examples.safetensors")
@@ -385,9 +400,8 @@ class TestPage:
         page = page_of(compared)
         assert len(page) < 1_500_000
         data = data_of(page)
-        assert {"dev", "loss", "effective", "reward_mean", "holdout", "weights", "classes", "time"} <= set(
-            data["charts"]
-        )
+        charts = ("dev", "loss", "effective", "reward_mean", "holdout", "weights", "classes", "time", "step_method")
+        assert set(charts) <= set(data["charts"])
         assert [method["name"] for method in data["methods"]] == ["uniform", "batchweight", "dds", "dds-retrained"]
         text = Elements(page).text
         for expected in (
@@ -401,7 +415,7 @@ class TestPage:
             assert expected in text
         spent = parts(find_runs([compared / "dds-retrained"])[0])
         assert FIRST in spent
-        assert "dev gradient, rewards, scorer" in spent
+        assert "rewards and scorer" in spent
 
     def test_every_chart_is_valid(self, compared: Path, translated: Path) -> None:
         for folder in (compared, translated):
@@ -411,7 +425,13 @@ class TestPage:
     def test_of_a_translation(self, translated: Path) -> None:
         page = page_of(translated)
         data = data_of(page)
-        assert {"dev", "dev_loss", "usage", "agreement"} <= set(data["charts"])
+        assert {"dev", "dev_loss", "usage", "agreement", "holdout", "time", "step_method"} <= set(data["charts"])
+        steering, dev = data["charts"]["holdout"]["data"]
+        assert steering["step"] == dev["step"]
+        assert steering["mean"] != dev["mean"]
+        assert "all of it is held out" in page
+        spent = parts(find_runs([translated / "dds"])[0])
+        assert {"reading batches", "forward pass and weights", "rewards and scorer"} <= set(spent)
         assert {line["language"] for line in data["details"]["1-0"]["usage"]} == {"az", "ru", "tr"}
         assert "az" not in {line["language"] for line in data["details"]["1-0"]["agreement"]}
         runs = dict(zip(("uniform", "dds"), find_runs([translated / "uniform", translated / "dds"]), strict=True))
@@ -582,12 +602,17 @@ def pages(compared: Path, hostile: Path, translated: Path, tmp_path_factory: pyt
         "translated": translated,
         "hostile": hostile / "table",
         "files": hostile / "folders",
+        "begun": place / "begun",
     }
+    shutil.copytree(compared / "dds/seed-0", place / "begun", ignore=shutil.ignore_patterns("result.json"))
+    lines = (place / "begun/metrics.jsonl").read_text().splitlines(keepends=True)
+    first = next(number for number, line in enumerate(lines) if '"dev"' in line)
+    (place / "begun/metrics.jsonl").write_text("".join(lines[: first + 1]))
     return {name: write_report([folder], place / f"{name}.html", TASKS) for name, folder in folders.items()}
 
 
 class TestInABrowser:
-    @pytest.mark.parametrize("name", ["compared", "translated", "hostile", "files"])
+    @pytest.mark.parametrize("name", ["compared", "translated", "hostile", "files", "begun"])
     def test_it_draws_everything_without_a_complaint_or_a_request(
         self, browser: Any, pages: dict[str, Path], name: str
     ) -> None:
@@ -604,6 +629,12 @@ class TestInABrowser:
         assert pages[name].as_uri() in asked  # so others would be seen too
         assert [url for url in asked if not url.startswith(("data:", pages[name].as_uri()))] == []
         assert page.run("return window.hit === undefined && !document.querySelector('img[src=x], svg[onload]')")
+
+    def test_a_line_of_one_point_is_seen(self, browser: Any, pages: dict[str, Path]) -> None:
+        page = Opened(browser, pages["begun"])
+        opacity = "return document.querySelector('[data-chart={}] .mark-symbol path').getAttribute('opacity')"
+        assert page.run(opacity.format("dev")) == "1"
+        assert page.run(opacity.format("step")) == "0"  # of a longer one, only under the pointer
 
     def test_choosing_methods_seeds_and_steps_changes_the_curves(self, browser: Any, pages: dict[str, Path]) -> None:
         page = Opened(browser, pages["compared"])

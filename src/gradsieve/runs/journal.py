@@ -135,6 +135,7 @@ class Journal:
         if evaluate:
             with self.times.around("evaluation"):
                 self._evaluate(step)
+            self.times.note(step)
             self._save_times(step)
         if checkpoint:
             with self.times.around("records"):
@@ -200,7 +201,7 @@ class Journal:
         self.latest.copy_(state["latest"])
         self.share.copy_(state["share"])
         self.updates, self.seconds = state["updates"], state["seconds"]
-        if "times" in state:  # written by newer versions
+        if "times" in state:  # older checkpoints have none
             self.times.load_state_dict(state["times"])
         nothing, self.best = self.best, state["best"]
         if not self._best_file().is_file():  # only an older checkpoint could be read: dev chooses anew

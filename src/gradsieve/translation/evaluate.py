@@ -7,7 +7,7 @@ import torch
 
 from ..parameters import untouched
 from .decode import beam_search
-from .ragged import padded
+from .ragged import Ragged, padded
 from .recipe import DecodeSettings
 from .stream import batch_of, on_device
 from .translator import Translator, translation_loss
@@ -49,16 +49,8 @@ def translate(
 
 
 @torch.no_grad()
-def perplexity(
-    model: Translator,
-    vocabulary: Vocabulary,
-    language: str,
-    pairs: Sequence[tuple[str, str]],
-    device: torch.device,
-) -> float:
+def perplexity(model: Translator, sources: Ragged, targets: Ragged, device: torch.device) -> float:
     """exp of the mean loss of a piece."""
-    texts, english = zip(*pairs, strict=True)
-    sources, targets = vocabulary.encode(language, texts), vocabulary.encode("en", english)
     total, count = torch.zeros((), dtype=torch.float64, device=device), 0
     with untouched(model, training=False):
         for index in by_length(sources.lengths + targets.lengths):

@@ -17,6 +17,7 @@ from .evaluate import perplexity, translate
 from .load import Text, load_text
 from .methods import METHODS, Bench
 from .model import build_translator
+from .pairs import ENGLISH
 from .recipe import ModelSettings, TranslationRecipe
 from .score import score
 from .stream import Slice, Stream
@@ -85,6 +86,11 @@ class SetUp:
         )
         every = max(1, len(self.stream.items) // USAGE_TARGETS)
         self.sample = corpus.available[self.stream.items[::every]]
+        texts, english = zip(*text.dev, strict=True)
+        self.dev = text.vocabulary.encode(self.language, texts), text.vocabulary.encode(ENGLISH, english)
+        sources, targets = corpus.pairs_of(self.language)
+        some = torch.arange(0, len(sources), -(-len(sources) // len(text.dev)))
+        self.steering = sources[some], corpus.targets[targets[some]]
         self.signatures: dict[str, str] = {}
 
     @property
@@ -98,11 +104,14 @@ class SetUp:
 
     def evaluate_dev(self) -> Metrics:
         """BLEU comes first, where perplexity says that it means something yet."""
-        dev, settings = self.text.dev, self.recipe.decode
-        found = perplexity(self.model, self.text.vocabulary, self.language, dev, self.device)
-        if found >= settings.bleu_below:
+        found = perplexity(self.model, *self.dev, self.device)
+        if found >= self.recipe.decode.bleu_below:
             return {"perplexity": found}
-        return {"bleu": self._score(dev)[0]["bleu"], "perplexity": found}
+        return {"bleu": self._score(self.text.dev)[0]["bleu"], "perplexity": found}
+
+    def evaluate_steering(self) -> dict[str, Metrics]:
+        """On training sentences of the low-resource language, by whose gradient Algorithm 2 is steered; dev is not."""
+        return {"steering": {"perplexity": perplexity(self.model, *self.steering, self.device)}}
 
     def evaluate_test(self, folder: Path, which: str) -> Metrics:
         """Scores the translations of the test set, and writes them down as ``test.WHICH``."""
@@ -127,26 +136,35 @@ def _trained(setup: SetUp, run: RunDirectory, progress: Progress) -> dict[str, A
         {"model": model, "optimizer": optimizer, "method": way, "stream": setup.stream},
         evaluated=model,
         evaluate_dev=setup.evaluate_dev,
+        evaluate_more=setup.evaluate_steering,
         better=preferred,
         device=setup.device,
         progress=progress,
     )
     step = journal.begin(f"{setup.method}, seed {setup.seed}")
     parameters = list(model.parameters())
-    batches = iter(setup.stream)
+    batches, times = iter(setup.stream), journal.times
     while step < recipe.steps:
+        with times.part("data"):
+            slices = next(batches)
         optimizer.zero_grad()
         losses = []
-        for part in next(batches):
-            loss = way.loss(part.batch)
-            gradients = torch.autograd.grad(loss, parameters)
+        for part in slices:
+            with times.part("loss"):
+                loss = way.loss(part.batch)
+            with times.part("update"):
+                gradients = torch.autograd.grad(loss, parameters)
             if way.observes:
-                way.observe(part.group, gradients)
-            accumulate(parameters, gradients, part)
+                with times.part("method"):
+                    way.observe(part.group, gradients)
+            with times.part("update"):
+                accumulate(parameters, gradients, part)
             losses.append(loss.detach() * part.share)
-        nn.utils.clip_grad_norm_(parameters, recipe.optimizer.clip)
-        optimizer.step()
-        record = way.step()
+        with times.part("update"):
+            nn.utils.clip_grad_norm_(parameters, recipe.optimizer.clip)
+            optimizer.step()
+        with times.part("method"):
+            record = way.step()
         step += 1
         journal.after_step(step, torch.stack(losses).sum(), record, figures=setup.usage)
 

@@ -20,14 +20,15 @@ from ... import __version__
 from ...errors import GradsieveError
 from ..comparison import BASE
 from . import charts
-from .content import Figure, curve_figures, detail_figures, details, detection_rows, time_figure
+from .details import detail_figures, details, detection_rows
 from .detection import suspicions
 from .facts import facts
 from .gallery import Picture, gallery
 from .intervals import Kind
 from .languages import samples
 from .naming import Entry, Experiment, entries, experiments
-from .pieces import colour, dash
+from .over_steps import curve_figures, holdout_figure, overhead_figures, time_figure
+from .pieces import Figure, colour, dash
 from .read import Run, find_runs
 from .verdicts import Judgement, judge, metric_name
 
@@ -69,16 +70,18 @@ def render(runs: Sequence[Run], tasks: Mapping[str, Kind]) -> str:
     scores = {entry.key(seed): suspicions(run) for entry in methods for seed, run in entry.runs.items()}
     known = {e.key(seed): details(run, scores[e.key(seed)]) for e in methods for seed, run in e.runs.items()}
     judgements = [judge(experiment, tasks[task]) for experiment in found]
-    figures = curve_figures(methods, task) | detail_figures(known)
-    if (figure := time_figure(methods)) is not None:
-        figures["time"] = figure
-    figures |= _result_figures(judgements, methods, tasks[task])
+    lines, overhead = curve_figures(methods, task), overhead_figures(methods)
+    figures = lines | overhead | detail_figures(known) | _result_figures(judgements, methods, tasks[task])
+    others = {"holdout": holdout_figure(methods, task), "time": time_figure(methods)}
+    figures |= {key: figure for key, figure in others.items() if figure is not None}
     script = _own("page.js")
     return _template().render(
         version=__version__,
         judgements=judgements,
         described=[(experiment.title, _described(experiment)) for experiment in found],
         figures=figures,
+        lines=list(lines),
+        overhead=list(overhead),
         methods=[_method(entry, len(methods) <= FEW) for entry in methods],
         seeds=sorted({seed for entry in methods for seed in entry.runs}),
         chosen=_chosen(methods, known),

@@ -18,6 +18,7 @@ def curves(
     compared: float | None = None,
     two: bool = False,
     tested: bool = False,
+    zero: bool = False,
 ) -> Spec:
     """One line for each of `names`: one run, or the mean over its seeds with their range.
 
@@ -26,8 +27,9 @@ def curves(
         numbers: which colour and dash each has.
         y: what is shown.
         compared: a level to compare with.
-        two: each has two lines, of dev examples that were seen and of those that were held out.
+        two: each has two lines, of examples that steer it and of others that were held out.
         tested: test results are there too, as diamonds.
+        zero: the axis begins at 0.
     """
     tooltip = [
         told("variant", "method"),
@@ -35,27 +37,24 @@ def curves(
         told("value", y, ".4~g"),
         told("range", "over seeds"),
     ]
+    scale = {"zero": zero}
     styles = {"color": named("variant", names, [colour(number) for number in numbers])}
     if two:
-        tooltip.insert(1, told("kind", "dev examples"))
+        tooltip.insert(1, told("kind", "examples"))
         styles["strokeDash"] = named("kind", [STEERED, HELD_OUT], [[4, 3], [1, 0]], legend={"symbolType": "stroke"})
     else:
         styles["strokeDash"] = named("variant", names, [dash(number) for number in numbers])
     apart = {"detail": {"field": "kind"}} if two else {}
     band = {
         "mark": {"type": "area", "opacity": 0.12, "clip": True},
-        "encoding": {"y": upright("low"), "y2": {"field": "high"}, "strokeDash": None, **apart},
+        "encoding": {"y": upright("low", scale=scale), "y2": {"field": "high"}, "strokeDash": None, **apart},
     }
-    shown = points(upright("value"), tooltip, "step", "variant", *(["kind"] if two else []))
-    layers = [band, line(upright("value")), shown]
+    up = upright("value", scale=scale)
+    layers = [band, line(up), points(up, tooltip, "step", "variant", *(["kind"] if two else []))]
     if tested:
         layers = [{**layer, "transform": [{"filter": "isValid(datum.value)"}]} for layer in layers]
         mark = {"type": "point", "shape": "diamond", "filled": True, "size": 120, "opacity": 1}
-        told_of = [
-            told("variant", "method"),
-            told("test", "test at the end", ".4~g"),
-            told("range", "over seeds"),
-        ]
+        told_of = [told("variant", "method"), told("test", "test at the end", ".4~g"), told("range", "over seeds")]
         encoding = {"y": upright("test"), "strokeDash": None, "tooltip": told_of}
         layers.append({"transform": [{"filter": "isValid(datum.test)"}], "mark": mark, "encoding": encoding})
     return chart(

@@ -2,14 +2,16 @@
 
 from collections.abc import Iterable, Mapping
 
+from .curves import Points
 from .read import Run
 
 IN_STEP = {
     "data": "reading batches",
     "loss": "forward pass and weights",
     "update": "backward pass and update",
-    "method": "dev gradient, rewards, scorer",
+    "method": "rewards and scorer",
 }
+"""What a run calls the parts of its steps -> what the page calls them."""
 AROUND = {"evaluation": "evaluation on dev", "records": "records and checkpoints", "test": "test"}
 FIRST, TRAINING, REST = "training the scorer first", "training", "rest of a step"
 PARTS = (FIRST, TRAINING, *IN_STEP.values(), REST, *AROUND.values())
@@ -39,6 +41,17 @@ def divided(training: float, in_step: Mapping[str, float]) -> dict[str, float]:
     scale = min(1.0, training / total)  # steps that were timed may have been slower than the others
     found = {IN_STEP.get(name, name): scale * seconds for name, seconds in in_step.items()}
     return found | {REST: max(0.0, training - sum(found.values()))}
+
+
+def step_times(run: Run, names: Iterable[str] = IN_STEP) -> Points:
+    """Milliseconds a step that those parts of it took, by step: the mean since the evaluation before."""
+    found, timed, seconds = {}, 0, 0.0
+    for noted in run.optional("time.json").get("history", []):
+        count, total = noted["timed_steps"], sum(noted["in_step"].get(name, 0.0) for name in names)
+        if count > timed:
+            found[noted["step"]] = 1000 * (total - seconds) / (count - timed)
+            timed, seconds = count, total
+    return found
 
 
 def mean_parts(runs: Iterable[Run]) -> dict[str, float]:

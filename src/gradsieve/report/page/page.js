@@ -14,6 +14,7 @@
       for (const number of shown.methods) {
         const several = Object.keys(one.runs[number]).length > 1;
         const values = shown.seed === "mean" ? one.mean[number] : { value: one.runs[number][shown.seed] || [] };
+        const before = rows.length;
         one.step.forEach((step, i) => {
           const value = values.value[i];
           if (value === null || value === undefined || step < shown.first || step > shown.last) return;
@@ -27,6 +28,7 @@
           } else row.range = "one";
           rows.push(row);
         });
+        if (rows.length === before + 1) rows[before].alone = true;
         if (one.test && shown.last === page.steps) rows.push(...testRows(one.test[number], page.methods[number].name));
       }
     }
@@ -46,8 +48,9 @@
     return data.flatMap((line) => {
       const lists = Object.keys(line).filter((name) => Array.isArray(line[name]));
       if (!lists.length) return [line];
-      return line[lists[0]].map((_, i) => {
+      return line[lists[0]].map((_, i, all) => {
         const row = { ...line };
+        if (all.length === 1) row.alone = true;
         lists.forEach((name) => (row[name] = line[name][i]));
         return row;
       });
@@ -96,7 +99,7 @@
   }
 
   function tabulate(details, rows) {
-    const names = [...new Set(rows.flatMap((row) => Object.keys(row)))].filter((name) => !["order", "low", "high"].includes(name) || !("value" in rows[0]) && name !== "order");
+    const names = [...new Set(rows.flatMap((row) => Object.keys(row)))].filter((name) => !["order", "alone"].includes(name) && (!["low", "high"].includes(name) || !("value" in rows[0])));
     const table = document.createElement("table");
     const add = (row, kind, text, scope) => {
       const cell = row.appendChild(document.createElement(kind));

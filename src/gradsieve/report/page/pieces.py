@@ -4,6 +4,7 @@ Colours are the page's CSS variables, so that light, dark and paper need one dra
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 Spec = dict[str, Any]
@@ -13,8 +14,8 @@ FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Noto Sans', 'Helvetica Ne
 """By name, not "inherit": the library must measure it."""
 COLOURS = 9
 DASHES: tuple[list[int], ...] = ([4, 3], [1, 0], [2, 2], [8, 3, 2, 3], [7, 3], [12, 4], [1, 3])
-ON_HOVER: Spec = {"condition": {"param": "hover", "empty": False, "value": 1}, "value": 0}
-"""Opacity of points that are seen only under the pointer."""
+SEEN: list[Spec] = [{"test": "datum.alone", "value": 1}, {"param": "hover", "empty": False, "value": 1}]
+"""When a point is: if it is all that a line has, and under the pointer."""
 
 CONFIG: Spec = {
     "background": None,
@@ -43,6 +44,17 @@ CONFIG: Spec = {
     },
     "mark": {"aria": False},
 }
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A chart. The script fills it from `data`, by its kind: ``curve``, ``rows``, ``detail`` for one run at a time."""
+
+    title: str
+    note: str
+    kind: str
+    spec: Spec
+    data: Any
 
 
 def colour(number: int) -> str:
@@ -103,7 +115,7 @@ def line(y: Spec, **more: Any) -> Spec:
 def points(y: Spec, tooltip: list[Spec], *fields: str) -> Spec:
     """Where the pointer is near one, it is seen and tells its figures."""
     select = {"type": "point", "on": "pointermove", "nearest": True, "fields": list(fields), "clear": "pointerout"}
-    encoding = {"y": y, "opacity": ON_HOVER, "strokeDash": {"value": [1, 0]}, "tooltip": tooltip}
+    encoding = {"y": y, "opacity": {"condition": SEEN, "value": 0}, "strokeDash": {"value": [1, 0]}, "tooltip": tooltip}
     mark = {"type": "point", "filled": True, "size": 70, "clip": True}
     return {"mark": mark, "params": [{"name": "hover", "select": select}], "encoding": encoding}
 

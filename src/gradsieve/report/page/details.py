@@ -1,96 +1,21 @@
-"""All that the page shows, as plain data: which charts there are, and what each draws."""
+"""What the page shows of one run at a time, and how well its scores find wrong labels, as plain data."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
 from statistics import mean
 from typing import Any
 
 import numpy as np
 
-from ..comparison import LAST
 from . import charts
-from .curves import curve, effective_share, noted, points_each, rounded
 from .detection import Suspicions, found, precision_curve
-from .durations import PARTS, mean_parts
 from .languages import agreement, usage
 from .naming import Entry
-from .pieces import Spec
+from .pieces import Figure
 from .read import Run
 from .spread import class_shares, histogram, mean_weights, quantiles
-from .verdicts import metric_name
 
 MOST_CLASSES = 30
 """In the chart; of more, those whose share changed most."""
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A chart. The script fills it from `data`, by its kind: ``curve``, ``rows``, ``detail`` for one run at a time."""
-
-    title: str
-    note: str
-    kind: str
-    spec: Spec
-    data: Any
-
-
-def curve_figures(methods: Sequence[Entry], task: str) -> dict[str, Figure]:
-    """Whatever was noted by step."""
-    metric, other = ("bleu", "perplexity") if task == "translation" else ("accuracy", "loss")
-    asked = {
-        "dev": (f"Dev {metric_name(metric)}", "Higher is better.", partial(_dev, key=metric), None),
-        "dev_loss": (f"Dev {other}", "Lower is better.", partial(_dev, key=other), None),
-        "loss": ("Training loss", "Of the batch at that step, as the method weighs it.", _figure("loss"), None),
-        "effective": ("Effective share", "Effective sample size in per cent of the batch.", effective_share, 100.0),
-        "reward_mean": ("Reward, mean", "Agreement with the dev gradient.", _figure("reward_mean"), 0.0),
-        "reward_std": ("Reward, spread", "Standard deviation in the batch.", _figure("reward_std"), None),
-    }
-    variants = [entry.runs for entry in methods]
-    points = points_each(sum(map(len, variants)) * len(asked))
-    names, numbers = [entry.name for entry in methods], [entry.number for entry in methods]
-    figures = {}
-    for key, (title, note, read, compared) in asked.items():
-        if (data := curve(variants, read, points)) is not None:
-            tested = _tested(variants, metric) if key == "dev" else []
-            spec = charts.curves(names, numbers, title, compared=compared, tested=bool(tested))
-            note += " Diamonds: test, measured once at the end." * bool(tested)
-            figures[key] = Figure(title, note, "curve", spec, [data | {"test": tested} if tested else data])
-    seen, held = (curve(variants, _figure(which, "loss"), points) for which in ("dev", "dev_holdout"))
-    if seen and held:
-        spec = charts.curves(names, numbers, "loss", two=True)
-        both = [seen | {"kind": charts.STEERED}, held | {"kind": charts.HELD_OUT}]
-        figures["holdout"] = Figure("Loss on dev examples", "Dashed: those that steer the method.", "curve", spec, both)
-    return figures
-
-
-def _tested(variants: Sequence[Mapping[int, Run]], metric: str) -> list[dict[int, float]]:
-    """Of each variant, seed by seed, the last parameters' test result; empty if no run has ended."""
-    known = [{seed: run.result[LAST][metric] for seed, run in runs.items() if run.result} for runs in variants]
-    return known if any(known) else []
-
-
-def _figure(*keys: str) -> Any:
-    return lambda run: noted(run, *keys)
-
-
-def _dev(run: Run, key: str) -> dict[int, float]:
-    return noted(run, "dev", key)
-
-
-def time_figure(methods: Sequence[Entry]) -> Figure | None:
-    parts = {entry.name: mean_parts(entry.runs.values()) for entry in methods}
-    used = [part for part in PARTS if any(part in own for own in parts.values())]
-    rows = [
-        {"variant": name, "part": part, "seconds": rounded([own[part]])[0], "order": used.index(part)}
-        for name, own in parts.items()
-        for part in used
-        if part in own
-    ]
-    if not rows:
-        return None
-    spec = charts.times([entry.name for entry in methods], used)
-    return Figure("Where the time went", "Training and what is done around it.", "rows", spec, rows)
 
 
 def details(run: Run, scores: Suspicions | None) -> dict[str, Any]:
