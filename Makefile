@@ -17,9 +17,10 @@ browser:
 	@command -v chromedriver >/dev/null || { test "$$(id -u)" = 0 && $(APT) update && $(APT) install chromium chromium-driver; } \
 	  >/dev/null 2>&1 || echo "There is no Chromium here: its tests will be skipped."
 
+# The picture in the README: the top of the demo's report.
 screenshot: demo
-	chromium --headless --no-sandbox --hide-scrollbars --window-size=1280,1300 --virtual-time-budget=20000 \
-	  --screenshot=docs/report.png file://$(CURDIR)/runs/demo/report.html
+	chromium --headless --no-sandbox --hide-scrollbars --force-device-scale-factor=2 --window-size=1168,616 \
+	  --virtual-time-budget=20000 --screenshot=docs/report.png file://$(CURDIR)/runs/demo/report.html
 
 lint: setup
 	$(BIN)/ruff check .

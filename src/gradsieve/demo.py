@@ -7,12 +7,11 @@ from rich.console import Console
 
 from .compare import compare
 from .report.page.build import write_report
-from .report.weights import plot_weights
 from .tasks import TASKS
 
 
 def run_demo(out: Path, *, seeds: int, steps: int, console: Console) -> None:
-    """Compares three methods on the recipe digits-noisy and draws what DDS learned."""
+    """Compares three methods on the recipe digits-noisy and makes the report of it."""
     console.print(
         "Digits (1,100 images of 8x8), [bold]40% of the training labels wrong[/], 100 clean dev examples; "
         f"{seeds} seeds, {steps:,} steps each."
@@ -30,9 +29,6 @@ def run_demo(out: Path, *, seeds: int, steps: int, console: Console) -> None:
         console=console,
         quiet=not console.is_terminal,
     )
-    picture = out / "weights.png"
-    runs = [out / f"dds/seed-{seed}" for seed in range(seeds)]
-    plot_weights(runs, picture, title="DDS learns which labels are wrong (40% of them are)")
     page = write_report([out], None, TASKS)
-    console.print(f"\nHow the weights part company: {picture}\nAll numbers: {out / 'comparison.json'}")
+    console.print(f"\nAll numbers: {out / 'comparison.json'}", highlight=False, markup=False, soft_wrap=True)
     console.print(f"Look at it in a browser: {page}", style="bold", highlight=False, markup=False, soft_wrap=True)
