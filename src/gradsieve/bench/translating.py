@@ -53,7 +53,7 @@ def translation_steps(device: torch.device, hidden: int = 256) -> dict[str, Call
         steps=1000,
         data=DataSettings(target="l0"),
         model=ModelSettings(hidden=hidden),
-        dds=GroupSettings(items_between=2000),
+        dds=GroupSettings(items_between=2000, updates=10),
         tcs_dds=GroupSettings(items_between=2000, updates=10),
     )
 
