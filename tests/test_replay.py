@@ -98,7 +98,7 @@ class TestRing:
         ring = self.ring(4)
         assert ring.draw() is None
         for value in range(6):
-            ring.add(lesson(value), torch.full((4,), 0.25))
+            ring.add([lesson(value)], torch.zeros(()))
         drawn = [float(ring.draw().signals["loss"][0]) for _ in range(400)]  # type: ignore[union-attr]
         counts = [drawn.count(value) for value in range(6)]
         assert counts[:2] == [0, 0]
@@ -106,13 +106,13 @@ class TestRing:
         assert min(counts[2:]) > 50
 
     def test_lessons_that_mislead_make_it_shorter_and_good_ones_longer(self) -> None:
-        ring, bad, good = self.ring(), torch.tensor([0.0, 0.5, 0.0, 0.5]), torch.tensor([0.5, 0.0, 0.5, 0.0])
+        ring, bad, good = self.ring(), torch.tensor(-1.0), torch.tensor(1.0)
         for _ in range(6):
-            ring.add(lesson(0), bad)
+            ring.add([lesson(0)], bad)
         assert ring.length == 1
         lengths = []
         for _ in range(16):
-            ring.add(lesson(0), good)
+            ring.add([lesson(0)], good)
             lengths.append(ring.length)
         assert lengths[-1] == 8
         assert lengths == sorted(lengths)
@@ -120,13 +120,13 @@ class TestRing:
     def test_its_bytes(self) -> None:
         ring = self.ring(3)
         for _ in range(5):
-            ring.add(lesson(0.0, 10), torch.full((10,), 0.1))
+            ring.add([lesson(0.0, 10)], torch.zeros(()))
         assert ring.bytes == 3 * 2 * 10 * 4
 
     def test_saved_and_loaded_it_goes_on_alike(self) -> None:
         ring = self.ring()
         for value in range(5):
-            ring.add(lesson(value), torch.rand(4))
+            ring.add([lesson(value)], torch.rand(()))
         again = self.ring()
         again.load_state_dict(ring.state_dict(), CPU)
         assert (again.length, again.bytes) == (ring.length, ring.bytes)
@@ -156,7 +156,7 @@ def trained(steps: int, **options: Any) -> tuple[DDS, dict[str, Any]]:
         optimizer.zero_grad()
         dds.loss(batches[place]).backward()
         assert dds._turn is not None
-        weights[32 * place : 32 * (place + 1)] = 32 * dds._turn.weighed.weights.detach()
+        weights[32 * place : 32 * (place + 1)] = 32 * dds._turn.joint.own_weights()[0]
         optimizer.step()
         records.append(dds.step())
     return dds, {"right": weights[~wrong].mean(), "wrong": weights[wrong].mean(), "records": records}

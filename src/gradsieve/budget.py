@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from .parallel import ALONE, World
+
 LONGEST = 16
 """Rewards are measured at every 16th step at least, whatever it costs: rarer ones teach too little."""
 WINDOW = 32
@@ -34,9 +36,10 @@ class Budget:
     On a GPU marks are events in its queue, read when they have long passed; nobody waits for them.
     """
 
-    def __init__(self, overhead: float, device: torch.device):
-        self.overhead, self.device = overhead, device
-        self.every = 2
+    def __init__(self, overhead: float, device: torch.device, world: World = ALONE):
+        self.overhead, self.device, self.world = overhead, device, world
+        self.every = self._choice = 2
+        self._steps = 0
         self._idle: deque[float] = deque(maxlen=WINDOW)
         self._measured: deque[float] = deque(maxlen=WINDOW)
         self._plain: deque[float] = deque(maxlen=WINDOW)
@@ -44,7 +47,7 @@ class Budget:
         self._pending: deque[tuple[list[Any], bool]] = deque()
 
     def mark(self) -> None:
-        """Five times a step: loss() begins, its forward pass begins and ends, loss() ends, then `step` twice."""
+        """At each change between DDS's own work and the user's: four times in `loss()`, twice in `step()`."""
         if self.device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)
             event.record()
@@ -53,12 +56,15 @@ class Budget:
             self._marks.append(time.perf_counter())
 
     def ended(self, measured: bool) -> None:
-        """Ends a step, after its six marks; together with the next step's first they tell all times."""
+        """Ends a step; its marks and the next step's first tell all times. Processes follow the first one's choice."""
         self._pending.append((self._marks, measured))
         self._marks = []
         while len(self._pending) > 1 and self._passed(self._pending[1][0][0]):
             marks, kind = self._pending.popleft()
             self._note(marks, self._pending[0][0][0], kind)
+        self._steps += 1
+        if self.world.size == 1 or self._steps % WINDOW == 0:
+            self.every = self.world.told(self._choice)
 
     def _passed(self, mark: Any) -> bool:
         return self.device.type != "cuda" or bool(mark.query())
@@ -67,23 +73,24 @@ class Budget:
         return a.elapsed_time(b) / 1000 if self.device.type == "cuda" else b - a
 
     def _note(self, marks: list[Any], following: Any, measured: bool) -> None:
-        if len(marks) != 6:
+        if len(marks) % 4 != 2:  # loss() was left by an error
             return
-        own = sum(self._between(a, b) for a, b in ((marks[0], marks[1]), (marks[2], marks[3]), (marks[4], marks[5])))
+        own = sum(self._between(a, b) for a, b in zip(marks[::2], marks[1::2], strict=True))
         (self._measured if measured else self._idle).append(own)
         self._plain.append(self._between(marks[0], following) - own)
         if min(len(self._idle), len(self._measured)) >= FIRST:
             idle = median(self._idle)
-            self.every = steps_between(
+            self._choice = steps_between(
                 self.overhead, median(self._plain), idle, max(0.0, median(self._measured) - idle)
             )
 
     def state_dict(self) -> dict[str, Any]:
         times = {"idle": list(self._idle), "measured": list(self._measured), "plain": list(self._plain)}
-        return {"every": self.every, **times}
+        return {"every": self.every, "steps": self._steps, **times}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.every = state["every"]
+        self.every = self._choice = state["every"]
+        self._steps = state["steps"]
         for name, times in (("idle", self._idle), ("measured", self._measured), ("plain", self._plain)):
             times.clear()
             times.extend(state[name])

@@ -1,6 +1,6 @@
 """The dev set: its gradient, and its batches without end, from any loader, with a position that can be saved."""
 
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import GradsieveError
+from .parallel import ALONE, World, local
 from .parameters import LossFn, checked_losses, to_device, untouched
 from .randomness import RandomState, RandomStream, random_state
 
@@ -22,21 +23,46 @@ def dev_gradient(
     *,
     mode: str,
     autocast: torch.dtype | None = None,
+    world: World = ALONE,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """J(theta_t, dev batch) and its gradient d_theta, line 7 of Algorithm 1. ``.grad`` is not involved.
 
     `mode` is ``"train"``, every module in the mode that it trains in, or ``"eval"``: BatchNorm's running statistics, no
     dropout. `autocast` is the training forward's precision; float16, whose gradients underflow without a GradScaler,
-    is not followed.
+    is not followed. Of several processes each has a dev batch of its own, and J is the mean over all of them.
     """
     device = next(iter(theta.values())).device
     low = torch.autocast(device.type, torch.bfloat16, autocast == torch.bfloat16, cache_enabled=False)
     with untouched(model, training=False if mode == "eval" else None), torch.enable_grad():
         with low, _batchnorm_errors():
-            dev_loss = checked_losses(loss_fn(model, batch), batch, "loss_fn on a dev batch").mean()
-        found = torch.autograd.grad(dev_loss, list(theta.values()), allow_unused=True)
-    dense = (g.to_dense() if g is not None and g.is_sparse else g for g in found)
-    return dev_loss.detach(), {name: g for name, g in zip(theta, dense, strict=True) if g is not None}
+            losses = checked_losses(loss_fn(model, batch), batch, "loss_fn on a dev batch")
+        dev_loss = losses.mean() * (len(losses) / world.sizes(len(losses)).total)
+        d_theta = _of_shards(dev_loss, theta, world) if world.sharded else _of_copies(dev_loss, theta, world)
+    return world.summed(dev_loss), d_theta
+
+
+def _of_copies(dev_loss: Tensor, theta: dict[str, nn.Parameter], world: World) -> dict[str, Tensor]:
+    found: Sequence[Tensor | None] = torch.autograd.grad(dev_loss, list(theta.values()), allow_unused=True)
+    d_theta = {}
+    for (name, p), g in zip(theta.items(), found, strict=True):
+        if g is not None:
+            d_theta[name] = g.to_dense() if g.is_sparse else g
+        elif world.size > 1:  # another process may have used it
+            d_theta[name] = torch.zeros_like(p)
+    world.add_up(list(d_theta.values()))
+    return d_theta
+
+
+def _of_shards(dev_loss: Tensor, theta: dict[str, nn.Parameter], world: World) -> dict[str, Tensor]:
+    """FSDP2 leaves gradients, meaned over the processes, in ``.grad`` only; what was there is put back."""
+    own = {name: p.grad for name, p in theta.items()}
+    for p in theta.values():
+        p.grad = None
+    (dev_loss * world.size).backward()
+    d_theta = {name: local(p.grad) for name, p in theta.items() if p.grad is not None}
+    for name, p in theta.items():
+        p.grad = own[name]
+    return d_theta
 
 
 @contextmanager

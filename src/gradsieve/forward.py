@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import check
+from .parallel import World, unwrapped
 from .parameters import Direction, LossFn, checked_losses, device_of, full_precision, snapshot
 from .randomness import RandomState, random_state
 from .reward import EPSILON, Theta, rewards
@@ -17,6 +18,8 @@ class TrainingForward:
     """One pass over a training batch at theta_{t-1}."""
 
     model: nn.Module
+    """The user's own, inside of DistributedDataParallel."""
+    world: World
     loss_fn: LossFn
     batch: Any
     losses: Tensor
@@ -50,17 +53,18 @@ class TrainingForward:
             state=self.state,
             buffers=self.buffers,
             epsilon=epsilon,
+            world=self.world,
         ).detach()
 
 
 def training_forward(
-    model: nn.Module, loss_fn: LossFn, batch: Any, *, who: str, again: bool
+    model: nn.Module, loss_fn: LossFn, batch: Any, *, who: str, again: bool, world: World
 ) -> tuple[Tensor, TrainingForward]:
     """The losses with their graph, (B,), and the pass without it; `again` if the reward pass is to see it."""
     check(torch.is_grad_enabled(), f"{who}.loss() must run with gradients enabled; it is called under no_grad.")
-    device = device_of(model)
-    state, buffers = random_state(device), snapshot(dict(model.named_buffers())) if again else {}
+    own, device = unwrapped(model), device_of(model)
+    state, buffers = random_state(device), snapshot(dict(own.named_buffers())) if again else {}
     losses = checked_losses(loss_fn(model, batch), batch)  # (B,)
     check(losses.requires_grad, "the losses carry no gradient; loss_fn must not detach or run under no_grad.")
     autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-    return losses, TrainingForward(model, loss_fn, batch, losses.detach(), state, buffers, autocast)
+    return losses, TrainingForward(own, world, loss_fn, batch, losses.detach(), state, buffers, autocast)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from .errors import GradsieveError
+from .parallel import ALONE, World, local
 
 Gradients = Mapping[str, Tensor] | Sequence[Tensor]
 
@@ -47,7 +48,8 @@ class GradientStore:
         tensors = list(gradients.values() if isinstance(gradients, Mapping) else gradients)
         if not tensors:
             raise GradsieveError("observe() was given no gradients: call it after backward(), before zero_grad().")
-        vectors = [t.detach().flatten() for t in tensors] if self.projection is None else [self._projected(tensors)]
+        tensors = [local(t.detach()) for t in tensors]
+        vectors = [t.flatten() for t in tensors] if self.projection is None else [self._projected(tensors)]
         length = sum(map(len, vectors))
         if self.vectors is None:
             self.vectors = torch.zeros(self.num_groups, length, dtype=self.dtype, device=vectors[0].device)
@@ -68,20 +70,26 @@ class GradientStore:
         else:  # sums are made in float32: small gradients would be rounded away beside a large sum
             part.copy_(vector.float().add(part.float(), alpha=keep))
 
-    def rewards(self, target: int, *, cosine: bool = True) -> Tensor:
-        """``grad[S_i] . grad[S]``, or its cosine, for every group, (n,). Zero for a group that was never observed."""
+    def rewards(self, target: int, *, cosine: bool = True, world: World = ALONE) -> Tensor:
+        """``grad[S_i] . grad[S]``, or its cosine, for every group, (n,). Zero for a group that was never observed.
+
+        Of several processes each has observed its own data, and the gradients are summed; or, where parameters are
+        sharded, its own part of the gradient, and the products are.
+        """
         if self.vectors is None:
             return torch.zeros(self.num_groups)
-        own = self.vectors[target].float()
-        products = torch.stack([v.float() @ own for v in self.vectors])  # one group at a time in float32
-        if not cosine:
-            return products
-        norms = torch.stack([v.float().norm() for v in self.vectors])
-        return products / (norms * norms[target]).clamp_min(1e-30)
+
+        def whole(vector: Tensor) -> Tensor:  # one group at a time in float32
+            return vector.float() if world.sharded else world.summed(vector.float())
+
+        own = whole(self.vectors[target])
+        found = torch.stack([torch.stack([v @ own, v @ v]) for v in map(whole, self.vectors)])  # (n, 2)
+        products, squares = (world.summed(found) if world.sharded else found).unbind(1)
+        return products / (squares * squares[target]).sqrt().clamp_min(1e-30) if cosine else products
 
     def _projected(self, tensors: Sequence[Tensor]) -> Tensor:
         assert self.projection is not None
-        flat = torch.cat([t.detach().flatten().float() for t in tensors])  # (P,)
+        flat = torch.cat([t.flatten().float() for t in tensors])  # (P,)
         if self._buckets is None or len(self._buckets) != len(flat):
             generator = torch.Generator().manual_seed(self.seed)
             buckets = torch.randint(2 * self.projection, (len(flat),), generator=generator, dtype=torch.int32)

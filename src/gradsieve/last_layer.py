@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import GradsieveError, check
+from .parallel import whole
 from .parameters import Direction
 
 
@@ -35,7 +36,7 @@ class LastLayer:
             bool(layers),
             "alignment='last_layer' needs a linear layer that is trained; the model has none: use alignment='full'.",
         )
-        self.name, layer = layers[-1]
+        self.name, self.layer = layers[-1]
         self._listening = False
         self._input: Tensor | None = None
         self._output: Tensor | None = None
@@ -46,7 +47,7 @@ class LastLayer:
             if listener is not None and listener._listening:
                 listener._input, listener._output = inputs[0].detach(), output
 
-        layer.register_forward_hook(listen)
+        self.layer.register_forward_hook(listen)
 
     @contextmanager
     def heard(self) -> Iterator[None]:
@@ -71,7 +72,7 @@ class LastLayer:
         v_w, v_b = direction.get(f"{prefix}weight"), direction.get(f"{prefix}bias")
         change = torch.zeros_like(delta, dtype=losses.dtype)
         if v_w is not None:
-            change = change + a.to(v_w.dtype) @ v_w.T
+            change = change + a.to(v_w.dtype) @ whole(v_w, self.layer.weight).T
         if v_b is not None:
-            change = change + v_b
+            change = change + whole(v_b, self.layer.bias)
         return (change * delta).flatten(1).sum(1).to(losses.dtype)

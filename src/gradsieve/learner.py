@@ -1,5 +1,6 @@
-"""psi: a scorer, how it weighs a minibatch, and how it learns from rewards, fresh or heard before."""
+"""psi: a scorer, how it scores a minibatch, and how it learns from rewards, fresh or heard before."""
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -9,11 +10,13 @@ from torch.optim import Optimizer
 from torch.profiler import record_function
 
 from .errors import check
+from .joint import Joint
 from .networks import SignalScorer
 from .optimizers import load_optimizer
+from .parallel import World
 from .parameters import untouched
 from .randomness import RandomStream, seeded
-from .replay import Lesson, Ring
+from .replay import Lesson, Ring, foresight
 from .sampling import ScoreSampler
 from .scorer import (
     OUTLOOK_START,
@@ -32,14 +35,14 @@ from .scorer import (
 SIGNALS = ("loss", "alignment")
 
 
-class Weighed(NamedTuple):
-    """A minibatch as psi sees it."""
+class Scored(NamedTuple):
+    """A part of a batch as psi sees it."""
 
+    batch: Any
     signals: dict[str, Tensor]
-    scored: Tensor
-    """Whether all scores were finite."""
-    logits: Tensor  # (B,), zeros if not
-    weights: Tensor  # (B,)
+    finite: Tensor
+    """Whether all scores were."""
+    logits: Tensor  # (b,), zeros if not
 
 
 class Learner:
@@ -50,6 +53,7 @@ class Learner:
         scorer: nn.Module | None,
         optimizer: Optimizer | None,
         stream: RandomStream,
+        world: World,
         *,
         psi_gradient: str,
         max_logit: float | None,
@@ -73,7 +77,8 @@ class Learner:
             sampler is None or (sampler.scorer is scorer and sampler.max_logit == max_logit),
             "sampler must be a ScoreSampler of the same scorer and with the same max_logit.",
         )
-        self.scorer, self.stream, self.sampler = scorer, stream, sampler
+        world.alike(scorer)
+        self.scorer, self.stream, self.world, self.sampler = scorer, stream, world, sampler
         self.optimizer = optimizer or default_optimizer(scorer)
         self.psi_gradient, self.caution = psi_gradient, caution
         self.max_logit, self.uniform_mix = max_logit, uniform_mix
@@ -86,32 +91,55 @@ class Learner:
         return tuple(getattr(self.scorer, "signals", ()))
 
     @property
+    def reads_batch(self) -> bool:
+        return getattr(self.scorer, "reads_batch", True)
+
+    @property
     def psi(self) -> list[Tensor]:
         return learned(self.optimizer)
 
-    def weigh(self, batch: Any, signals: dict[str, Tensor], losses: Tensor, *, learning: bool) -> Weighed:
-        """Lines 3 and 4: scores and weights, with psi's graph if it is to learn from them."""
+    def score(self, batch: Any, signals: dict[str, Tensor], losses: Tensor, *, learning: bool) -> Scored:
+        """Line 3: scores, with psi's graph if it is to learn from them."""
         with record_function("gradsieve.scorer"), self.stream, torch.set_grad_enabled(learning):
             with untouched(self.scorer, training=False) if self.sampler else nullcontext():
-                scores = checked_scores(self.scorer(batch, **signals), losses)
-            scored = scores.isfinite().all()
-            logits = bounded(torch.where(scored, scores, 0.0), self.max_logit)
+                scores = self._scores(batch, signals, losses)
+            finite = scores.isfinite().all()
+            logits = bounded(torch.where(finite, scores, 0.0), self.max_logit)
             if self.sampler is not None:
                 logits = logits - checked_scores(self.sampler.logits(batch), losses)
-            return Weighed(signals, scored, logits, example_weights(logits, self.uniform_mix))
+            return Scored(batch, signals, finite, logits)
 
-    def learn(self, batch: Any, weighed: Weighed, r: Tensor, good: Tensor, steps: int) -> Tensor:
-        """Line 10: psi's step by fresh rewards, `steps` after the ones before. Returns whether all went well."""
-        if self.optimizer is None or not weighed.logits.requires_grad:
+    def _scores(self, batch: Any, signals: dict[str, Tensor], losses: Tensor) -> Tensor:
+        """A scorer that only reads signals is told those of all processes, whose mean and deviation it may take."""
+        if self.world.size == 1 or self.reads_batch:
+            return checked_scores(self.scorer(batch, **signals), losses)
+        sizes = self.world.sizes(len(losses))
+        told = {name: self.world.gathered(value, sizes) for name, value in signals.items()}
+        return checked_scores(self.scorer(batch, **told), losses.new_empty(sizes.total))[sizes.place]
+
+    def joint(self) -> Joint:
+        """The softmax of line 4, over a batch whose parts are yet to come."""
+        return Joint(self.world, self.uniform_mix)
+
+    def learn(self, parts: Sequence[Scored], joint: Joint, r: Sequence[Tensor], good: Tensor, steps: int) -> Tensor:
+        """Line 10: psi's step by fresh rewards of all parts, `steps` after the ones before. Whether all went well."""
+        if self.optimizer is None or not parts[0].logits.requires_grad:
             return good
-        self.outlook = torch.where(good, outlook(self.outlook, r, steps), self.outlook)
+        everyone = joint.gathered(r)  # (N,)
+        self.outlook = torch.where(good, outlook(self.outlook, everyone, steps), self.outlook)
+        unit = torch.ones(()) if self.ring is None else everyone.std(correction=0).clamp_min(1e-30)
         if self.ring is not None:
-            r = r / r.std(correction=0).clamp_min(1e-30)
+            everyone = everyone / unit
         with record_function("gradsieve.scorer"):
-            good = good & self._climb(weighed.logits, weighed.weights, r, good)
+            logits = joint.logits()
+            weights = example_weights(logits, self.uniform_mix)
+            good = good & self._climb(logits, weights, everyone, good)
         if self.ring is not None:
-            kept = batch if getattr(self.scorer, "reads_batch", True) else None
-            self.ring.add(Lesson(kept, weighed.signals, torch.where(good, r, 0.0)), weighed.weights.detach())
+            lessons = [
+                Lesson(part.batch if self.reads_batch else None, part.signals, torch.where(good, its / unit, 0.0))
+                for part, its in zip(parts, r, strict=True)
+            ]
+            self.ring.add(lessons, foresight(weights.detach(), torch.where(good, everyone, 0.0)))
         return good
 
     def hear_again(self) -> None:
@@ -120,13 +148,18 @@ class Learner:
         if lesson is None:
             return
         with record_function("gradsieve.replay"):
-            weighed = self.weigh(lesson.batch, dict(lesson.signals), lesson.rewards, learning=True)
-            self._climb(weighed.logits, weighed.weights, lesson.rewards, weighed.scored)
+            part = self.score(lesson.batch, dict(lesson.signals), lesson.rewards, learning=True)
+            joint = self.joint()
+            joint.join(part.logits)
+            logits = joint.logits()
+            weights = example_weights(logits, self.uniform_mix)
+            self._climb(logits, weights, joint.gathered([lesson.rewards]), self.world.agreed(part.finite))
 
     def _climb(self, logits: Tensor, weights: Tensor, r: Tensor, good: Tensor) -> Tensor:
         assert self.optimizer is not None
         price = price_of_uneven_weights(self.caution, self.outlook, r)
-        return climb(self.optimizer, psi_objective(logits, weights, r, self.psi_gradient, price), good)
+        objective = psi_objective(logits, weights, r, self.psi_gradient, price)
+        return climb(self.optimizer, objective, good, self.world)
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from .parallel import local
+
 
 def sgd_derivative(
     lr: float | Tensor, momentum: float = 0.0, dampening: float = 0.0, nesterov: bool = False
@@ -72,6 +74,7 @@ def optimizer_derivative(
         x = parameter.grad
         if x is None:
             continue
+        x = local(x)
         if isinstance(optimizer, SGD):
             derivative[name] = sgd_derivative(group["lr"], group["momentum"], group["dampening"], group["nesterov"])
             continue
@@ -79,7 +82,7 @@ def optimizer_derivative(
         if group["weight_decay"] and not decoupled:
             x = (-x if group["maximize"] else x) + group["weight_decay"] * theta_prev[name]
         state = optimizer.state[parameter]
-        v_t, t = state["exp_avg_sq"], state["step"]
+        v_t, t = local(state["exp_avg_sq"]), local(state["step"])
         derivative[name] = adam_derivative(x, v_t, t, group["lr"], group["betas"][1], group["eps"])
     return derivative
 

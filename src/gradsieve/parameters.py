@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .errors import GradsieveError
+from .parallel import ALONE, World, local, reshard
 
 Direction = Mapping[str, Tensor]
 """Parameter name -> tensor of the parameter's shape. A name that is absent counts as zero."""
@@ -30,14 +31,15 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def snapshot(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A copy of the values, free of any graph."""
-    return {name: value.detach().clone() for name, value in values.items()}
+    """A copy of the values, free of any graph; of parameters that are sharded, of this process's shards."""
+    return {name: local(value.detach()).clone() for name, value in values.items()}
 
 
-def norm(direction: Direction) -> Tensor:
-    """||v||, a 0-dimensional tensor in float32 at least."""
+def norm(direction: Direction, world: World = ALONE) -> Tensor:
+    """||v||, a 0-dimensional tensor in float32 at least; of shards, over all processes."""
     tensors = [_at_least_float32(v) for v in direction.values()]
-    return torch.nn.utils.get_total_norm(tensors) if tensors else torch.zeros(())
+    length = torch.nn.utils.get_total_norm(tensors) if tensors else torch.zeros(())
+    return world.summed(length.square()).sqrt() if world.sharded else length
 
 
 def moved(theta: Mapping[str, Tensor], direction: Direction, step: Tensor) -> dict[str, Tensor]:
@@ -46,7 +48,7 @@ def moved(theta: Mapping[str, Tensor], direction: Direction, step: Tensor) -> di
         return {}
     names = list(direction)
     values = torch._foreach_mul([direction[n] for n in names], step)
-    torch._foreach_add_(values, [theta[n].detach() for n in names])
+    torch._foreach_add_(values, [local(theta[n].detach()) for n in names])
     return dict(zip(names, values, strict=True))
 
 
@@ -57,12 +59,14 @@ def lent(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
     In place, so that compiled, sharded or otherwise wrapped modules see the values too.
     """
     parameters = dict(model.named_parameters())
-    here = [parameters[name].data for name in values]
+    here = [local(parameters[name].data) for name in values]
     own = [p.clone() for p in here]
+    reshard(model)
     try:
-        torch._foreach_copy_(here, [value.detach() for value in values.values()])
+        torch._foreach_copy_(here, [local(value.detach()) for value in values.values()])
         yield
     finally:
+        reshard(model)
         torch._foreach_copy_(here, own)
 
 

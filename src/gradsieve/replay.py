@@ -6,7 +6,7 @@ rewards are measured, they are compared with the weights that psi, taught by the
 foretell them let the ring grow by one lesson; weights that foretell the contrary halve it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,10 +50,10 @@ class Ring:
         self._foresight: Tensor | None = None
         self._arrived: Tensor | None = None  # on the host
 
-    def add(self, lesson: Lesson, weights: Tensor) -> None:
-        """A fresh lesson, and the weights (B,) that psi gave before it heard it."""
-        self._check(foresight(weights, lesson.rewards))
-        self._lessons = [*self._lessons, lesson][-self.size :]
+    def add(self, lessons: Sequence[Lesson], foresight: Tensor) -> None:
+        """Fresh lessons, and how well the weights that psi gave before it heard them foretold their rewards."""
+        self._check(foresight)
+        self._lessons = [*self._lessons, *lessons][-self.size :]
 
     def draw(self) -> Lesson | None:
         """One of those in use, the younger the likelier."""

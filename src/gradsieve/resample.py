@@ -18,6 +18,7 @@ from .errors import check
 from .gradients import Gradients, GradientStore
 from .networks import GroupScorer
 from .optimizers import load_optimizer
+from .parallel import World
 from .record import GroupRecord
 from .scorer import climb, learned
 
@@ -70,6 +71,8 @@ class GroupDDS:
         store_dtype: float32 or bfloat16, for the decayed gradients.
         projection: length of a random projection of the gradients instead of them; see `GradientStore`.
         generator: random numbers for draws and for psi's batches; by default its own, seeded by torch's initial seed.
+        model: what is trained, if several processes train it (DistributedDataParallel, FSDP2). Each then draws K items,
+            the gradients that they observe count together, and the first process's scorer is everybody's.
 
     The scorer stays on the CPU, where items are drawn; gradients stay on their device, and only an update waits for it.
     """
@@ -91,6 +94,7 @@ class GroupDDS:
         store_dtype: torch.dtype = torch.float32,
         projection: int | None = None,
         generator: torch.Generator | None = None,
+        model: nn.Module | None = None,
     ):
         check(num_groups >= 1, f"num_groups must be at least 1, not {num_groups}.")
         check(0 <= target_group < num_groups, f"target_group must lie in 0 to {num_groups - 1}, not {target_group}.")
@@ -100,6 +104,8 @@ class GroupDDS:
         check(psi_gradient in PSI_GRADIENTS, f"psi_gradient must be one of {PSI_GRADIENTS}, not {psi_gradient!r}.")
         self.generator = generator or torch.Generator().manual_seed(torch.initial_seed())
         self.scorer = GroupScorer(num_groups, generator=self.generator) if scorer is None else scorer
+        self.world = World(model)
+        self.world.alike(self.scorer)
         self.scorer_optimizer = scorer_optimizer or Adam(self.scorer.parameters(), lr=1e-4)
         self.num_groups, self.target_group = num_groups, target_group
         self.items_between, self.updates, self.batch_size = items_between, updates, batch_size
@@ -140,9 +146,9 @@ class GroupDDS:
     def step(self) -> GroupRecord | None:
         """After a training step. A record if K items were drawn since psi's last update, which it then makes."""
         self.steps += 1
-        if self._since < self.items_between:
+        if not self.world.told(int(self._since >= self.items_between)):
             return None
-        rewards = self.store.rewards(self.target_group, cosine=self.cosine).cpu()
+        rewards = self.store.rewards(self.target_group, cosine=self.cosine, world=self.world).cpu()
         finite = rewards.isfinite().all()
         for _ in range(self.updates):
             picked = torch.randint(len(self._recent), (self.batch_size,), generator=self.generator)
@@ -151,6 +157,7 @@ class GroupDDS:
             objective = group_objective(log_prob, self.reward_scale * rewards, self.psi_gradient)
             if learned(self.scorer_optimizer):
                 finite = finite & climb(self.scorer_optimizer, objective, finite)
+        self.world.alike(self.scorer)  # each has looked at its own items
         self._skipped += int(not finite)
         usage = self.probabilities(self._recent).mean(0)
         record = GroupRecord(self.steps, rewards, usage, self._drawn.clone(), bool(finite))

@@ -28,6 +28,7 @@ from torch.func import functional_call
 
 from .errors import GradsieveError
 from .kernels import forward_mode_errors, full_precision_only, plain_kernels
+from .parallel import ALONE, World
 from .parameters import Direction, LossFn, checked_losses, device_of, lent, moved, norm, trainable, untouched
 from .randomness import RandomState, random_state, replayed
 
@@ -46,6 +47,7 @@ def finite_difference(
     theta: Theta,
     losses: Tensor | None = None,
     epsilon: float = EPSILON,
+    world: World = ALONE,
 ) -> Tensor:
     """Eq. 7: r_i = (l_i(theta + eps v) - l_i(theta)) / eps, with eps = epsilon / ||v||.
 
@@ -57,7 +59,7 @@ def finite_difference(
             f"estimator 'finite_difference' needs parameters in float32 or wider, but {narrow}: "
             "a small step would be rounded away. Use estimator 'jvp', or keep the parameters in float32 under autocast."
         )
-    length = norm(direction)
+    length = norm(direction, world)
     eps = epsilon / length.clamp_min(torch.finfo(length.dtype).tiny)
     state = random_state(device_of(model))
 
@@ -116,6 +118,7 @@ def rewards(
     state: RandomState | None = None,
     buffers: Mapping[str, Tensor] | None = None,
     epsilon: float = EPSILON,
+    world: World = ALONE,
 ) -> Tensor:
     """`alignment` at the parameters, losses, random state and buffers of an earlier forward pass.
 
@@ -128,7 +131,9 @@ def rewards(
     with replayed(device, random_state(device) if state is None else state), untouched(model, buffers=buffers):
         with torch.autocast(device.type, enabled=False, cache_enabled=False):
             if estimator == "finite_difference":
-                return finite_difference(model, loss_fn, batch, direction, theta=theta, losses=losses, epsilon=epsilon)
+                return finite_difference(
+                    model, loss_fn, batch, direction, theta=theta, losses=losses, epsilon=epsilon, world=world
+                )
             if estimator == "jvp":
                 return jvp(model, loss_fn, batch, direction, theta=theta)
             return per_example(model, loss_fn, batch, direction, theta=theta, cosine=cosine)

@@ -8,7 +8,7 @@ step()   theta_t: dev gradient, rewards, psi           lines 7 to 10
 import warnings
 from collections.abc import Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,15 +20,17 @@ from .budget import Budget
 from .dev import DEV_MODES, DevBatches, dev_gradient
 from .errors import GradsieveError, check
 from .forward import TrainingForward, training_forward
+from .joint import Joint
 from .last_layer import LastLayer
-from .learner import Learner, Weighed
+from .learner import Learner, Scored
 from .optimizers import after_each_step, is_known, no_derivative, optimizer_derivative
+from .parallel import World, check_gradients_are_synchronised, local, shard_of, sharded_like, unwrapped
 from .parameters import LossFn, device_of, norm, snapshot, trainable
 from .randomness import RandomStream
 from .record import StepRecord
 from .reward import EPSILON, check_estimator
 from .sampling import ScoreSampler
-from .scorer import CAUTION, MAX_LOGIT, effective_sample_size
+from .scorer import CAUTION, MAX_LOGIT
 
 ALIGNMENTS = ("full", "last_layer")
 REPLAY = 32
@@ -43,10 +45,13 @@ DID_NOT_STEP = (
 class _Turn:
     """What `loss()` leaves for `step()`."""
 
-    forward: TrainingForward
-    weighed: Weighed
+    joint: Joint
     theta_prev: dict[str, Tensor]
     """Empty if no rewards are to be measured."""
+    forwards: list[TrainingForward] = field(default_factory=list)
+    """One for each micro-batch."""
+    scored: list[Scored] = field(default_factory=list)
+    stepped: bool = False
     derivative: dict[str, float | Tensor] | None = None
     """g', set when the optimizer steps."""
 
@@ -64,7 +69,11 @@ class DDS:
             optimizer.step()
             dds.step()
 
-    One `loss()` and one `step()` for each ``optimizer.step()``.
+    One `step()` for each ``optimizer.step()``. Several `loss()`, each with its backward, accumulate gradients: weights
+    are those of the softmax over all micro-batches together; they sum to 1, so do not divide losses by their number.
+
+    Under DistributedDataParallel or FSDP2 (``fully_shard``) the softmax is over the batches of all processes, and so
+    are dev gradient, rewards and psi's updates. Pass the wrapped model, and in each process its part of the dev set.
 
     Args:
         model: what is trained, theta.
@@ -140,9 +149,14 @@ class DDS:
         check(isinstance(optimizer, Optimizer), f"optimizer must be a torch one, not {type(optimizer).__name__}.")
 
         self.model, self.loss_fn, self.optimizer = model, loss_fn, optimizer
-        device = device_of(model)
-        self.stream = RandomStream(device, torch.initial_seed() if seed is None else seed)
-        self.budget = None if overhead is None else Budget(overhead, device)
+        self.world, device = World(model), device_of(model)
+        check(
+            not self.world.sharded or reward == "finite_difference",
+            f"reward={reward!r} needs whole parameters; a model under fully_shard takes 'finite_difference'.",
+        )
+        seed = self.world.told(torch.initial_seed() % 2**63 if seed is None else seed)
+        self.stream = RandomStream(device, seed)
+        self.budget = None if overhead is None else Budget(overhead, device, self.world)
         if self.budget is not None:
             replay = replay or (0 if sampler else REPLAY)
             alignment = "last_layer" if any(isinstance(m, nn.Linear) for m in model.modules()) else alignment
@@ -150,6 +164,7 @@ class DDS:
             scorer,
             scorer_optimizer,
             self.stream,
+            self.world,
             psi_gradient=psi_gradient,
             max_logit=max_logit,
             uniform_mix=uniform_mix,
@@ -162,8 +177,10 @@ class DDS:
             "the scorer and the model share parameters; the scorer's update would train the model. "
             "Give the scorer a copy (copy.deepcopy), or pass a scorer_optimizer of its own parameters only.",
         )
+        if self.world.rank:  # psi begins alike everywhere, dev batches and their dropout do not
+            self.stream.state = RandomStream(device, seed + self.world.rank).state
         wanted = "alignment" in self.learner.signals
-        self.last_layer = LastLayer(model) if wanted and alignment == "last_layer" else None
+        self.last_layer = LastLayer(self._own) if wanted and alignment == "last_layer" else None
         self.dev = DevBatches(dev_loader, self.stream)
         self.reward, self.cosine, self.epsilon, self.dev_mode = reward, cosine, epsilon, dev_mode
         self.optimizer_aware = optimizer_aware and is_known(optimizer)
@@ -177,22 +194,42 @@ class DDS:
         after_each_step(optimizer, self, DDS._after_optimizer_step)
 
     def loss(self, batch: Any) -> Tensor:
-        """sum_i p_i l_i(theta_{t-1}), lines 3 to 5 of Algorithm 1: a scalar to call ``backward()`` on."""
+        """sum_i p_i l_i(theta_{t-1}), lines 3 to 5 of Algorithm 1: a scalar to call ``backward()`` on.
+
+        Called again before ``optimizer.step()``, it scales down the gradients of the micro-batches before this one.
+        Of several processes each returns its part of the sum times their number, as their mean makes the gradient.
+        """
         self._mark()
-        learning = self._since + 1 >= self.update_every
+        turn = self._turn if self._accumulating() else None
+        learning = self._since + 1 >= self.update_every if turn is None else bool(turn.theta_prev)
         again = learning or ("alignment" in self.learner.signals and self.last_layer is None)
         self._mark()
         with self.last_layer.heard() if self.last_layer else nullcontext():
-            losses, forward = training_forward(self.model, self.loss_fn, batch, who="DDS", again=again)
+            losses, forward = training_forward(
+                self.model, self.loss_fn, batch, who="DDS", again=again, world=self.world
+            )
         self._mark()
-        theta_prev = snapshot(trainable(self.model)) if learning else {}
+        if turn is None:
+            self._turn = turn = _Turn(self.learner.joint(), snapshot(trainable(self._own)) if learning else {})
         with record_function("gradsieve.alignment"):
             signals = self._signals(losses, forward)
-        weighed = self.learner.weigh(batch, signals, forward.losses, learning=learning)
-        self._turn = _Turn(forward, weighed, theta_prev)
-        loss = (weighed.weights.detach() * losses).sum()
+        scored = self.learner.score(batch, signals, forward.losses, learning=learning)
+        factor = turn.joint.join(scored.logits)
+        if factor is not None:
+            torch._foreach_mul_([local(p.grad) for p in self._own.parameters() if p.grad is not None], factor)
+        turn.forwards.append(forward)
+        turn.scored.append(scored)
+        loss = (turn.joint.own_weights()[-1] * losses).sum() * self.world.size
         self._mark()
         return loss
+
+    def _accumulating(self) -> bool:
+        """Whether gradients of this very step are there already."""
+        if self._turn is None or self._turn.stepped:
+            return False
+        if self.world.sharded:
+            check_gradients_are_synchronised(self._own)
+        return any(p.grad is not None for p in self._own.parameters())
 
     def step(self) -> StepRecord | None:
         """Lines 7 to 10 of Algorithm 1, after ``optimizer.step()``. A record if rewards were measured, else None."""
@@ -212,8 +249,8 @@ class DDS:
     def _learn(self, turn: _Turn) -> StepRecord:
         """The dev gradient at theta_t, the rewards of the batch, and psi's step by them."""
         since, self._since = self._since, 0
-        forward, weights = turn.forward, turn.weighed.weights.detach()
-        size = effective_sample_size(weights)
+        weights = torch.cat(turn.joint.own_weights())
+        size = 1 / self.world.summed(weights.square().sum())
         if turn.derivative is None:
             if not self._warned:
                 warnings.warn(DID_NOT_STEP, stacklevel=3)
@@ -224,25 +261,27 @@ class DDS:
         dev_batch = self.dev.draw()
         with record_function("gradsieve.dev_gradient"), self.stream:
             dev_loss, d_theta = dev_gradient(
-                self.model,
+                self._own,
                 self.loss_fn,
                 dev_batch,
-                trainable(self.model),
+                trainable(self._own),
                 mode=self.dev_mode,
-                autocast=forward.autocast,
+                autocast=turn.forwards[-1].autocast,
+                world=self.world,
             )
         self._direction = {name: g * d_theta[name] for name, g in turn.derivative.items() if name in d_theta}
         with record_function("gradsieve.reward"):
-            r = self._rewards(forward, turn.theta_prev)
+            parts = [self._rewards(forward, turn.theta_prev) for forward in turn.forwards]
+        r = torch.cat(parts)
 
         finite = {
-            "loss": forward.losses.isfinite().all(),
-            "score": turn.weighed.scored,
+            "loss": torch.stack([forward.losses.isfinite().all() for forward in turn.forwards]).all(),
+            "score": torch.stack([part.finite for part in turn.scored]).all(),
             "dev gradient": norm(d_theta).isfinite() & dev_loss.isfinite(),
             "reward": r.isfinite().all(),
         }
-        good = torch.stack(list(finite.values())).all()
-        learned = self.learner.learn(forward.batch, turn.weighed, r, good, since)
+        good = self.world.agreed(torch.stack(list(finite.values())).all())
+        learned = self.learner.learn(turn.scored, turn.joint, parts, good, since)
         finite["psi gradient"] = learned | ~good
         self._skipped += ~learned
         return StepRecord(self.steps, r, weights, size, dev_loss, finite, update_every=self.update_every)
@@ -267,8 +306,11 @@ class DDS:
 
     def _after_optimizer_step(self) -> None:
         """Takes g' while gradients and learning rates are still those of the step."""
-        if self._turn is not None and self._turn.theta_prev:
-            theta = trainable(self.model)
+        if self._turn is None:
+            return
+        self._turn.stepped = True
+        if self._turn.theta_prev:
+            theta = trainable(self._own)
             self._turn.derivative = (
                 optimizer_derivative(self.optimizer, theta, self._turn.theta_prev)
                 if self.optimizer_aware
@@ -278,6 +320,10 @@ class DDS:
     def _mark(self) -> None:
         if self.budget is not None:
             self.budget.mark()
+
+    @property
+    def _own(self) -> nn.Module:
+        return unwrapped(self.model)
 
     @property
     def scorer(self) -> nn.Module:
@@ -299,12 +345,13 @@ class DDS:
 
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs besides model and optimizer. To be taken after `step()`."""
+        theta = trainable(self._own)
         return {
             "steps": self.steps,
             "since": self._since,
             "skipped": self._skipped.clone(),
             **self.learner.state_dict(),
-            "direction": dict(self._direction),
+            "direction": {n: sharded_like(v, theta[n]) for n, v in self._direction.items() if n in theta},
             "random": dict(self.stream.state),
             "dev": self.dev.state_dict(),
             "budget": self.budget.state_dict() if self.budget else None,
@@ -312,7 +359,9 @@ class DDS:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.learner.load_state_dict(state)
-        self._direction = {n: v.to(self.stream.device).clone() for n, v in state["direction"].items()}
+        theta, device = trainable(self._own), self.stream.device
+        saved = ((n, v) for n, v in state["direction"].items() if n in theta)
+        self._direction = {n: shard_of(v, theta[n]).to(device).clone() for n, v in saved}
         self.stream.state = {device: value.cpu() for device, value in state["random"].items()}
         self.dev.load_state_dict(state["dev"])
         if self.budget is not None:

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from torch.optim import Adam, Optimizer
 
 from .errors import GradsieveError
+from .parallel import ALONE, World
 from .parameters import norm
 
 MAX_LOGIT = 2.0
@@ -78,14 +79,16 @@ def psi_objective(scores: Tensor, weights: Tensor, rewards: Tensor, form: str, p
     return gain - price * (len(r) * weights.square().sum() - 1)
 
 
-def climb(optimizer: Optimizer, objective: Tensor, good: Tensor) -> Tensor:
+def climb(optimizer: Optimizer, objective: Tensor, good: Tensor, world: World = ALONE) -> Tensor:
     """Line 10 of Algorithm 1: psi takes a step up the objective if `good` and if its gradient is finite.
 
     Returns whether it was, without waiting for the device. A fused optimizer holds the step back on the device, by
-    the protocol that torch's GradScaler uses; any other has to be asked from the host.
+    the protocol that torch's GradScaler uses; any other has to be asked from the host. Of several processes each
+    brings the gradient of its own part of the objective.
     """
     psi = learned(optimizer)
     d_psi = torch.autograd.grad(-objective, psi, allow_unused=True)
+    world.add_up([g for g in d_psi if g is not None])
     finite = norm({str(i): g for i, g in enumerate(d_psi) if g is not None}).isfinite()
     for parameter, gradient in zip(psi, d_psi, strict=True):
         if gradient is not None and gradient.stride() != parameter.stride():  # fused optimizers read raw memory

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..dev import DevBatches
 from ..errors import GradsieveError
 from ..forward import TrainingForward, training_forward
+from ..parallel import World
 from ..parameters import LossFn, device_of, trainable
 from ..randomness import RandomStream
 from ..record import StepRecord
@@ -32,7 +33,7 @@ class Weighting(ABC):
     def __init__(self, model: nn.Module, loss_fn: LossFn):
         if not trainable(model):
             raise GradsieveError("the model has no parameter that requires a gradient.")
-        self.model, self.loss_fn = model, loss_fn
+        self.model, self.loss_fn, self.world = model, loss_fn, World(model)
         self.steps = 0
         self._skipped = torch.zeros((), dtype=torch.long, device=device_of(model))
         self._weighed: StepRecord | None = None
@@ -44,7 +45,7 @@ class Weighting(ABC):
     def loss(self, batch: Any) -> Tensor:
         """sum_i w_i l_i(theta_{t-1}): a scalar to call ``backward()`` on."""
         losses, forward = training_forward(
-            self.model, self.loss_fn, batch, who=type(self).__name__, again=self.sees_again
+            self.model, self.loss_fn, batch, who=type(self).__name__, again=self.sees_again, world=self.world
         )
         self._weighed = self._weigh(forward)
         return (self._weighed.weights * losses).sum()
