@@ -1,5 +1,6 @@
 """The subcommands, as typer reads them."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -98,24 +99,29 @@ def train(
 ) -> None:
     from .runs.live import check_tensorboard
     from .runs.progress import Progress, duration
+    from .runs.team import Team, joined
     from .tasks import TASKS, recipe_for
 
-    console = Console()
     if tensorboard:
         check_tensorboard()
     resolved = recipe_for(method, recipe, _overrides(overrides, scores, overhead))
-    task = TASKS[resolved.task]
-    with Progress(console, tensorboard=tensorboard) as progress:
-        result = task.train(
-            resolved,
-            method,
-            seed=seed,
-            data=data,
-            out=out,
-            resume=resume,
-            device=_device(device),
-            progress=progress,
-        )
+    task, place = TASKS[resolved.task], _device(device)
+    with joined(place):
+        first = Team().first
+        console = Console(quiet=not first)
+        with Progress(console, quiet=not first, tensorboard=tensorboard and first) as progress:
+            result = task.train(
+                resolved,
+                method,
+                seed=seed,
+                data=data,
+                out=out,
+                resume=resume,
+                device=place,
+                progress=progress,
+            )
+    if not first:
+        return
     if task.picture is not None:
         task.picture([out], out / "usage.png", title=f"{resolved.name}: {method}, seed {seed}")
     last, best = result["test"][task.metric], result["test_best_by_dev"][task.metric]
@@ -146,23 +152,26 @@ def compare(
 ) -> None:
     from .compare import compare as run
     from .runs.live import check_tensorboard
+    from .runs.team import joined
 
     if tensorboard:
         check_tensorboard()
 
     variants = [name.strip() for name in methods.split(",") if name.strip()]
-    run(
-        recipe,
-        variants,
-        seeds,
-        overrides=_overrides(overrides, scores, overhead),
-        data=data,
-        out=out,
-        device=_device(device),
-        jobs=jobs,
-        console=Console(),
-        tensorboard=tensorboard,
-    )
+    place = _device(device)
+    with joined(place):
+        run(
+            recipe,
+            variants,
+            seeds,
+            overrides=_overrides(overrides, scores, overhead),
+            data=data,
+            out=out,
+            device=place,
+            jobs=jobs,
+            console=Console(),
+            tensorboard=tensorboard,
+        )
 
 
 @app.command(help="Make one HTML page of a run, of several, or of a comparison, ended or not. It needs no network.")
@@ -329,7 +338,9 @@ def _device(name: str) -> "torch.device":
 
     if name == "auto":
         found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        return found or torch.device("cpu")
+        if found is None:
+            return torch.device("cpu")
+        return torch.device(found.type, int(os.environ["LOCAL_RANK"])) if "LOCAL_RANK" in os.environ else found
     try:
         device = torch.device(name)
         torch.ones(1, device=device).item()

@@ -98,9 +98,12 @@ class Sizes(NamedTuple):
 
 
 class World:
-    """The processes that train `model` together. Of a model that is not parallel there is one, and nothing is sent."""
+    """The processes that train `model` together. Of a model that is not parallel there is one, and nothing is sent.
 
-    def __init__(self, model: nn.Module | None = None):
+    `together` says that all processes do, if there are several, though the model does not show it.
+    """
+
+    def __init__(self, model: nn.Module | None = None, *, together: bool = False):
         parameters = [] if model is None else list(model.parameters())
         shards = [is_shard(p) for p in parameters]
         self.sharded = any(shards)
@@ -115,6 +118,8 @@ class World:
             self.group = next(iter(meshes)).get_group()
         elif isinstance(model, DistributedDataParallel):
             self.group = model.process_group
+        elif together and dist.is_available() and dist.is_initialized():
+            self.group = dist.group.WORLD
         self.size = 1 if self.group is None else dist.get_world_size(self.group)
         self.rank = 0 if self.group is None else dist.get_rank(self.group)
         self._host = self.group
