@@ -256,7 +256,7 @@ class TestFiles:
             (("going", "--out", "s.parquet"), "has not ended yet"),
             (("nowhere", "--out", "s.parquet"), "is no run directory"),
             ((str(mlp), "--out", "s.csv"), "ends in .parquet"),
-            ((str(mlp), "--out", "file/s.parquet"), "cannot write file/s.parquet (Not a directory)"),
+            ((str(mlp), "--out", "file/s.parquet"), "cannot write file/s.parquet"),
             ((str(mlp), "--out", "s.parquet", "--data", "."), "no --data"),
             ((str(mlp), "--out", "s.parquet", "--split", "all"), "--split is train, dev, test"),
             ((str(mlp), "--out", "s.parquet", "--keep", "0"), "--keep"),
