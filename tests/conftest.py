@@ -2,15 +2,17 @@
 
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from hypothesis import settings
 
 from gradsieve.cli import main
+from gradsieve.runs.journal import Journal
 
 settings.register_profile("gradsieve", deadline=None, max_examples=12, derandomize=True)
 settings.load_profile("gradsieve")
@@ -39,6 +41,26 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+@pytest.fixture
+def stopped(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], AbstractContextManager[None]]:
+    """A block in which a run is stopped after the given step, as by Ctrl-C."""
+
+    @contextmanager
+    def at(last: int) -> Iterator[None]:
+        def after_step(self: Journal, step: int, *rest: Any, **more: Any) -> None:
+            noted(self, step, *rest, **more)
+            if step == last:
+                raise KeyboardInterrupt
+
+        noted = Journal.after_step
+        with monkeypatch.context() as patch:
+            patch.setattr(Journal, "after_step", after_step)
+            with pytest.raises(KeyboardInterrupt):
+                yield
+
+    return at
 
 
 class Ended(NamedTuple):

@@ -17,8 +17,9 @@ from test_image_sources import examples as tar_examples
 from test_image_sources import make_folder, make_shards, make_tar, own_cache, table  # noqa: F401
 from test_runs import CPU, run
 from torch import Tensor
+from torch.optim import SGD
 
-from gradsieve import GradsieveError, alignment
+from gradsieve import DDS, GradsieveError, alignment
 from gradsieve.images.data import ImageSet
 from gradsieve.images.files import Folder, Shards
 from gradsieve.images.load import load_splits
@@ -71,6 +72,23 @@ class TestScores:
             expected = torch.softmax(scores[batch[2]], dim=0)
             torch.testing.assert_close(record.weights, expected, rtol=1e-4, atol=1e-6)
             setup = SetUp(recipe, "dds", splits, 0, CPU)  # this one's scorer has learned since
+
+    def test_the_default_scorer_weighs_a_batch_as_in_training(self, signal: Path) -> None:
+        """At the final parameters, with the final dev gradient; the set is one batch of training."""
+        trained = TrainedScorer(signal, CPU)
+        images = load_splits(trained.recipe, None, 0).train[:64]
+        (batch,) = trained.batches(images)
+        dds = DDS(
+            trained.model, trained.scorer, cross_entropy, SGD(trained.model.parameters(), 0.0), [batch], caution=0.0
+        )
+        dds._direction = trained.direction
+        dds.loss(batch).backward()
+        dds.optimizer.step()
+        record = dds.step()
+        assert record is not None
+        scores = score_set(TrainedScorer(signal, CPU), images, cross_entropy, lambda done, total: None)
+        assert float(scores.std()) > 0.1
+        torch.testing.assert_close(record.weights, torch.softmax(scores, dim=0), rtol=1e-3, atol=1e-5)
 
     def test_signals_are_those_of_the_final_model(self, signal: Path) -> None:
         trained = TrainedScorer(signal, CPU)
@@ -227,6 +245,7 @@ class TestFiles:
 
     def test_what_cannot_be_scored_is_refused(self, mlp: Path, call: Callable[..., Ended], tmp_path: Path) -> None:
         run(tmp_path / "uniform", "uniform", "steps=2")
+        (tmp_path / "file").touch()
         (tmp_path / "text").mkdir()
         (tmp_path / "text/recipe.json").write_text('{"recipe": {"task": "translation"}, "method": "dds", "seed": 0}')
         (tmp_path / "going").mkdir()
@@ -237,6 +256,7 @@ class TestFiles:
             (("going", "--out", "s.parquet"), "has not ended yet"),
             (("nowhere", "--out", "s.parquet"), "is no run directory"),
             ((str(mlp), "--out", "s.csv"), "ends in .parquet"),
+            ((str(mlp), "--out", "file/s.parquet"), "cannot write file/s.parquet"),
             ((str(mlp), "--out", "s.parquet", "--data", "."), "no --data"),
             ((str(mlp), "--out", "s.parquet", "--split", "all"), "--split is train, dev, test"),
             ((str(mlp), "--out", "s.parquet", "--keep", "0"), "--keep"),

@@ -18,7 +18,6 @@ from test_runs import CPU, SMALL_TEXT, digest, end_as_if_never_killed, run
 from gradsieve import GradsieveError
 from gradsieve.baselines.tcs import uniform_distribution
 from gradsieve.report.usage import plot_usage, usage_curves
-from gradsieve.runs.journal import Journal
 from gradsieve.tasks import recipe_of
 from gradsieve.translation.corpus import MultiWay
 from gradsieve.translation.load import load_text
@@ -193,23 +192,12 @@ def test_the_authors_choice_of_a_model(new: dict[str, float], old: dict[str, flo
     assert preferred(new, old) == better
 
 
-def test_mixed_batches_and_transformers_run_and_resume(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mixed_batches_and_transformers_run_and_resume(text: Path, tmp_path: Path, stopped: Callable[..., Any]) -> None:
     options: dict[str, Any] = {"recipe": "translation", "data": text}
     settings = ("batching=mixed", "model.name=transformer", "model.heads=2", "model.layers=1", "dds.projection=50")
     run(tmp_path / "whole", "dds", *settings, **options)
-    noted = Journal.after_step
-
-    def stop(self: Journal, step: int, *rest: Any, **more: Any) -> None:
-        noted(self, step, *rest, **more)
-        if step == 17:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(Journal, "after_step", stop)
-    with pytest.raises(KeyboardInterrupt):
+    with stopped(17):
         run(tmp_path / "stopped", "dds", *settings, **options)
-    monkeypatch.setattr(Journal, "after_step", noted)
     run(tmp_path / "stopped", "dds", *settings, resume=True, **options)
     assert digest(tmp_path / "stopped") == digest(tmp_path / "whole")
 

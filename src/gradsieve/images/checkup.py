@@ -69,7 +69,7 @@ def check_classes(splits: Splits) -> Finding:
 
 
 def forecast(recipe: ImageRecipe, plain: float, dds: float) -> Finding:
-    overhead = getattr(recipe.dds, "overhead", None)
+    overhead = recipe.dds.overhead
     whole = plain * (1 + overhead) if overhead else plain + (dds - plain) / recipe.dds.update_every
     with_dds, without = (duration(recipe.steps * seconds) for seconds in (whole, plain))
     seen = f"{recipe.steps:,} steps: about {with_dds} with DDS, {without} plain; evaluation and reading not counted."

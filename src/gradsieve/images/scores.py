@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import GradsieveError
-from ..runs.checkpoint import written_whole
+from ..runs.checkpoint import OTHER_OUT, written_whole
 from .data import ImageSet
 
 ROWS = 50_000
@@ -48,7 +48,7 @@ def write_scores(file: Path, images: ImageSet, scores: Tensor, origin: dict[str,
     }
     schema = pyarrow.schema(fields, metadata={"gradsieve": json.dumps(origin)})
     columns = images.labels, scores, percentiles(scores)
-    with written_whole(file) as place, parquet.ParquetWriter(place, schema) as writer:
+    with written_whole(file, OTHER_OUT) as place, parquet.ParquetWriter(place, schema) as writer:
         for begin in range(0, len(images), ROWS):
             end = min(begin + ROWS, len(images))
             parts = [ids(images, begin, end), *(column[begin:end].numpy() for column in columns)]
@@ -58,7 +58,7 @@ def write_scores(file: Path, images: ImageSet, scores: Tensor, origin: dict[str,
 def write_kept(file: Path, images: ImageSet, kept: Tensor) -> None:
     """The ids to keep, one a line, in the order of the set."""
     chosen = images[kept]
-    with written_whole(file) as place, place.open("w", encoding="utf-8") as lines:
+    with written_whole(file, OTHER_OUT) as place, place.open("w", encoding="utf-8") as lines:
         for begin in range(0, len(chosen), ROWS):
             lines.writelines(f"{name}\n" for name in ids(chosen, begin, begin + ROWS))
 

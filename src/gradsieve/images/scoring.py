@@ -5,7 +5,6 @@ agreement with the dev set's at the final parameters. It puts them on the scale 
 in training that is a batch, here the whole set, so that its scores do not hang on the company an example is in.
 """
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -22,7 +21,7 @@ from ..errors import GradsieveError
 from ..parameters import Direction, LossFn, trainable, untouched
 from ..randomness import RandomStream, seeded
 from ..reward import rewards
-from ..runs.checkpoint import save_json
+from ..runs.checkpoint import load_json, save_json
 from ..runs.directory import RunDirectory
 from ..scorer import bounded, checked_scores
 from .augment import normalized
@@ -36,6 +35,7 @@ BATCH = 500
 TOGETHER = 1 << 18
 """Examples, at most, whose signals are put on one scale at once."""
 SCORED = ("dds", "dds-retrained")
+ANEW = "The run must be trained again."
 
 OnRows = Callable[[int, int], None]
 """``on_rows(done, total)`` hears of the progress."""
@@ -80,7 +80,7 @@ class TrainedScorer:
         settings = _settings(run)
         self.recipe = recipe = ImageRecipe.model_validate(settings["recipe"])
         self.seed, self.device, self.run = int(settings["seed"]), device, run
-        given = _json(run / "final/input.json")
+        given = load_json(run / "final/input.json", ANEW)
         self.shape, self.num_classes = tuple(given["shape"]), int(given["num_classes"])
         self.classes = tuple(given["classes"])
         self.mean, self.deviation = (torch.tensor(given[name], device=device) for name in ("mean", "deviation"))
@@ -168,7 +168,7 @@ def _settings(run: Path) -> dict[str, Any]:
     """What recipe.json says, if the run is one whose scorer can be used again."""
     if not (run / "recipe.json").is_file():
         raise GradsieveError(f"{run} is no run directory: it has no recipe.json. Give the --out of gradsieve train.")
-    settings = _json(run / "recipe.json")
+    settings = load_json(run / "recipe.json", ANEW)
     task, method = settings.get("recipe", {}).get("task"), settings.get("method")
     if task != "images":
         raise GradsieveError(f"{run} is a run of the task {task}; its scorer chooses languages, not examples.")
@@ -179,18 +179,8 @@ def _settings(run: Path) -> dict[str, Any]:
     return settings
 
 
-def _json(file: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(file.read_text())
-        if isinstance(found, dict):
-            return found
-        raise ValueError("no JSON object")
-    except (OSError, ValueError) as error:
-        raise GradsieveError(f"{file} cannot be read ({error}). The run must be trained again.") from error
-
-
 def _tensors(file: Path) -> dict[str, Tensor]:
     try:
         return load_file(file)
     except (OSError, SafetensorError) as error:
-        raise GradsieveError(f"{file} cannot be read ({error}). The run must be trained again.") from error
+        raise GradsieveError(f"{file} is damaged ({error}). {ANEW}") from error

@@ -6,6 +6,7 @@ import torch
 
 from .. import __version__
 from ..errors import GradsieveError
+from ..runs.checkpoint import OTHER_OUT
 from .scores import best, write_kept, write_scores
 from .scoring import OnRows, TrainedScorer, score_set
 from .sets import set_to_score
@@ -27,6 +28,10 @@ def score_run(
         raise GradsieveError(f"--out {out} must be a file that ends in .parquet.")
     if keep is not None and not 0 < keep <= 1:
         raise GradsieveError(f"--keep is a share of the examples, above 0 and up to 1, not {keep:g}.")
+    try:  # before an hour is spent
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise GradsieveError(f"cannot write {out} ({error.strerror}). {OTHER_OUT}") from error
     trained = TrainedScorer(run, device)
     images = set_to_score(trained, data, split)
     scores = score_set(trained, images, cross_entropy, on_rows)

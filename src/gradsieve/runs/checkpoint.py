@@ -20,6 +20,8 @@ from torch import Tensor
 from ..errors import GradsieveError
 
 PLAIN = (str, int, float, bool, type(None))
+GO_ON = "What was written before is intact: make room or mend the folder, then go on with --resume."
+OTHER_OUT = "Give another file as --out."
 
 
 def save_checkpoint(folder: Path, state: Mapping[str, Any]) -> None:
@@ -57,13 +59,24 @@ def save_json(path: Path, value: Any) -> None:
         _flush(place)
 
 
+def load_json(path: Path, advice: str) -> dict[str, Any]:
+    """The object in a JSON file; `advice` says what to do if there is none."""
+    try:
+        found = json.loads(path.read_text())
+        if isinstance(found, dict):
+            return found
+        raise ValueError("no JSON object")
+    except (OSError, ValueError) as error:
+        raise GradsieveError(f"{path} is damaged ({error}). {advice}") from error
+
+
 def as_json(value: Any, indent: int | None = None) -> str:
     """JSON that every reader accepts: numbers that are not finite become null."""
     return json.dumps(_finite(value), indent=indent, allow_nan=False)
 
 
 @contextmanager
-def written_whole(path: Path) -> Iterator[Path]:
+def written_whole(path: Path, advice: str = GO_ON) -> Iterator[Path]:
     """Gives a place to write to; what is there at the end becomes `path`, and after an error nothing is left."""
     place = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -73,10 +86,7 @@ def written_whole(path: Path) -> Iterator[Path]:
         _flush(path.parent)
     except (OSError, SafetensorError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise GradsieveError(
-            f"cannot write {path} ({reason}). What was written before is intact: "
-            "make room or mend the folder, then go on with --resume."
-        ) from error
+        raise GradsieveError(f"cannot write {path} ({reason}). {advice}") from error
     finally:
         shutil.rmtree(place, ignore_errors=True)
         with suppress(OSError):

@@ -23,12 +23,13 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import GradsieveError
-from .checkpoint import as_json, load_checkpoint, save_checkpoint, save_json, save_tensors, written_whole
+from .checkpoint import as_json, load_checkpoint, load_json, save_checkpoint, save_json, save_tensors, written_whole
 from .recipe import Recipe, differences, with_a_say
 from .team import Team
 
 KEPT = 2
 """Checkpoints that stay."""
+ANOTHER = "Give another --out."
 
 
 class RunDirectory:
@@ -52,7 +53,7 @@ class RunDirectory:
             raise GradsieveError(f"{path} has files of another kind in it. Give a new or empty folder as --out.")
         if self._begun and not resume:
             raise GradsieveError(f"{path} holds a run already. Go on with it by --resume, or give another --out.")
-        found = _read(path / "recipe.json") if self._begun else self._settings
+        found = load_json(path / "recipe.json", ANOTHER) if self._begun else self._settings
         if changed := differences(with_a_say(found), with_a_say(self._settings)):
             raise GradsieveError(
                 f"{path} holds another run: {'; '.join(changed)}. Resume with the same settings, or give another --out."
@@ -62,7 +63,7 @@ class RunDirectory:
     def result(self) -> dict[str, Any] | None:
         """What the run came to, if it has ended."""
         file = self.path / "result.json"
-        return _read(file) if file.exists() else None
+        return load_json(file, ANOTHER) if file.exists() else None
 
     @contextmanager
     def opened(self, environment: Mapping[str, Any]) -> Iterator[None]:
@@ -181,16 +182,6 @@ def _locked(path: Path) -> Iterator[None]:
         except OSError as error:
             raise GradsieveError(f"another process is at work in {path}. Wait for it, or stop it.") from error
         yield
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(file.read_text())
-        if isinstance(found, dict):
-            return found
-        raise ValueError("no JSON object")
-    except (OSError, ValueError) as error:
-        raise GradsieveError(f"{file} is damaged ({error}). Give another --out.") from error
 
 
 def _step(line: str) -> float:

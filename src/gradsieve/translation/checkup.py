@@ -89,7 +89,7 @@ def check_updates(recipe: TranslationRecipe, way: GroupDDS, sentences: float) ->
     count = int(recipe.steps * sentences / way.items_between)
     seen = (
         f"{recipe.steps:,} steps of about {sentences:.0f} sentences, an update of the scorer every "
-        f"{way.items_between:,}: {count:,} updates of {way.updates} steps."
+        f"{way.items_between:,}: {count:,} updates of {way.updates} step{'s' * (way.updates > 1)}."
     )
     if count >= FEW_UPDATES:
         return Finding("updates", FINE, seen)

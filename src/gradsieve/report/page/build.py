@@ -3,10 +3,8 @@
 import base64
 import hashlib
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -18,6 +16,7 @@ from markupsafe import Markup, escape
 
 from ... import __version__
 from ...errors import GradsieveError
+from ...runs.checkpoint import OTHER_OUT, written_whole
 from ..comparison import BASE
 from . import charts
 from .details import detail_figures, details, detection_rows
@@ -46,16 +45,8 @@ def write_report(folders: Sequence[Path], out: Path | None, tasks: Mapping[str, 
     """Makes the page about the runs in `folders`, by default as report.html in the first of them; returns its path."""
     page = render(find_runs(folders), tasks)
     place = folders[0] / "report.html" if out is None else out
-    part = place.with_name(f".{place.name}.{os.getpid()}")
-    try:
-        place.parent.mkdir(parents=True, exist_ok=True)
+    with written_whole(place, OTHER_OUT) as part:
         part.write_text(page, encoding="utf-8", errors="backslashreplace")
-        os.replace(part, place)
-    except OSError as error:
-        raise GradsieveError(f"cannot write {place} ({error.strerror}). Give another file as --out.") from error
-    finally:
-        with suppress(OSError):
-            part.unlink()
     return place
 
 
@@ -78,7 +69,7 @@ def render(runs: Sequence[Run], tasks: Mapping[str, Kind]) -> str:
     return _template().render(
         version=__version__,
         judgements=judgements,
-        described=[(experiment.title, _described(experiment)) for experiment in found],
+        described=[_described(experiment) for experiment in found],
         figures=figures,
         lines=list(lines),
         overhead=list(overhead),
@@ -104,7 +95,7 @@ def _data(
 ) -> dict[str, Any]:
     """What the script draws from."""
     return {
-        "methods": [{"name": entry.name, "number": entry.number, "seeds": [*entry.runs]} for entry in methods],
+        "methods": [{"name": entry.name} for entry in methods],
         "steps": max(run.steps for run in runs),
         "charts": {key: {"kind": f.kind, "spec": f.spec, "data": f.data} for key, f in figures.items()},
         "details": known,
@@ -138,7 +129,6 @@ def _method(entry: Entry, few: bool) -> dict[str, Any]:
     return {
         "name": entry.name,
         "checked": few or entry.variant == BASE or "dds" in entry.variant.partition(":")[0],
-        "number": entry.number,
         "colour": colour(entry.number),
         "dash": " ".join(map(str, dash(entry.number))),
         "runs": [(entry.key(seed), seed) for seed in entry.runs],

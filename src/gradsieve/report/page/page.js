@@ -10,16 +10,16 @@
 
   function curveRows(series) {
     const rows = [];
-    for (const one of series) {
+    for (const each of series) {
       for (const number of shown.methods) {
-        const several = Object.keys(one.runs[number]).length > 1;
-        const values = shown.seed === "mean" ? one.mean[number] : { value: one.runs[number][shown.seed] || [] };
+        const several = Object.keys(each.runs[number]).length > 1;
+        const values = shown.seed === "mean" ? each.mean[number] : { value: each.runs[number][shown.seed] || [] };
         const before = rows.length;
-        one.step.forEach((step, i) => {
+        each.step.forEach((step, i) => {
           const value = values.value[i];
           if (value === null || value === undefined || step < shown.first || step > shown.last) return;
           const row = { variant: page.methods[number].name, step, value };
-          if (one.kind) row.kind = one.kind;
+          if (each.kind) row.kind = each.kind;
           if (shown.seed !== "mean") row.range = `seed ${shown.seed}`;
           else if (several) {
             row.low = values.low[i];
@@ -29,7 +29,7 @@
           rows.push(row);
         });
         if (rows.length === before + 1) rows[before].alone = true;
-        if (one.test && shown.last === page.steps) rows.push(...testRows(one.test[number], page.methods[number].name));
+        if (each.test && shown.last === page.steps) rows.push(...testRows(each.test[number], page.methods[number].name));
       }
     }
     return rows;

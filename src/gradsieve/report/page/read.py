@@ -112,14 +112,13 @@ def _run_folders(folder: Path, depth: int) -> list[Path]:
 
 def _run(path: Path) -> Run:
     settings = _parsed((path / "recipe.json").read_text(encoding="utf-8", errors="replace"))
+    run = Run(path, settings)
     try:
-        run = Run(path, settings)
-        assert run.steps > 0
-        assert run.method
-        assert isinstance(run.recipe["task"], str)
-        assert run.seed >= 0
-    except (KeyError, TypeError, ValueError, AssertionError) as error:
-        raise GradsieveError(f"{path / 'recipe.json'} is damaged. Leave this run out, or train it anew.") from error
+        whole = run.steps > 0 and run.seed >= 0 and bool(run.method) and isinstance(run.recipe["task"], str)
+    except (KeyError, TypeError, ValueError):
+        whole = False
+    if not whole:
+        raise GradsieveError(f"{path / 'recipe.json'} is damaged. Leave this run out, or train it anew.")
     return run
 
 

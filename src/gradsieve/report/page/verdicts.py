@@ -69,7 +69,7 @@ def judge(experiment: Experiment, kind: Kind) -> Judgement:
             cells.append("-" if row.variant in (BASE, *NO_CHOICE) else f"{shares[row.variant]:.0%}")
     lines = [(decided(row) or "", _spelt(verdict(row))) for row in rows if row.variant != BASE and row.gain is not None]
     star = _star(rows)
-    headline, tone = _headline(star, rows, experiment, kind)
+    headline, tone = _headline(star, experiment, kind)
     return Judgement(
         title=experiment.title,
         headline=headline,
@@ -118,7 +118,7 @@ def _star(rows: Sequence[Row]) -> Row | None:
     return next(iter([*chosen, *others, *rows]), None)
 
 
-def _headline(star: Row | None, rows: Sequence[Row], experiment: Experiment, kind: Kind) -> tuple[str, str]:
+def _headline(star: Row | None, experiment: Experiment, kind: Kind) -> tuple[str, str]:
     if star is None:
         runs = [run for runs in experiment.variants.values() for run in runs.values()]
         if len(runs) == 1:
