@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pyarrow import parquet
 from safetensors.torch import load_file
 from test_runs import ENVIRONMENT, SMALL_TEXT, command
 
@@ -113,3 +114,18 @@ def test_jobs_of_its_own_are_refused(tmp_path: Path) -> None:
     arguments = torchrun("compare", "digits", "--jobs", "2", "--out", "c")
     done = subprocess.run(arguments, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=200)
     assert "under torchrun leave it at 1" in done.stderr
+
+
+def test_scores_in_parts(tmp_path: Path) -> None:
+    """Each process writes its own; a part that is there is not made again; the end is that of one process."""
+    ran(command("train", "digits", *SMALL, "--set", "scorer.kind=mlp", "--out", "run"), tmp_path)
+    small = tmp_path / "small.py"
+    small.write_text("from gradsieve.images import parts\nfrom gradsieve.cli import main\nparts.PART = 100\nmain()\n")
+    arguments = ["score", "run", "--out"]
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(small)]
+    assert "scores from" in ran([*run, *arguments, "two.parquet"], tmp_path)
+    assert "scores from" in ran(command(*arguments, "one.parquet"), tmp_path)
+    two, one = (parquet.read_table(tmp_path / f"{name}.parquet").to_pydict() for name in ("two", "one"))
+    assert two["id"] == one["id"]
+    assert two["score"] == pytest.approx(one["score"], abs=1e-4)
+    assert not (tmp_path / "two.parts").exists()

@@ -229,20 +229,23 @@ def score(
     from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
     from .images.use import score_run
+    from .runs.team import Team, joined
 
-    console = Console()
+    place = _device(device)
     columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("scoring", total=None)
-        lines = score_run(
-            run,
-            out,
-            data=data,
-            split=split,
-            keep=keep,
-            device=_device(device),
-            on_rows=lambda done, total: bar.update(task, completed=done, total=total),
-        )
+    with joined(place):
+        console = Console(quiet=not Team().first)
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+            task = bar.add_task("scoring", total=None)
+            lines = score_run(
+                run,
+                out,
+                data=data,
+                split=split,
+                keep=keep,
+                device=place,
+                on_rows=lambda done, total: bar.update(task, completed=done, total=total),
+            )
     for line in lines:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
