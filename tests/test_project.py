@@ -20,8 +20,8 @@ SOURCE = ROOT / "src/gradsieve"
 
 LAYERS = [
     {"errors"},
-    {"parameters", "randomness", "record", "kernels"},
-    {"reward", "optimizers", "scorer", "networks", "dev", "gradients", "last_layer", "replay", "budget"},
+    {"parallel", "parameters", "randomness", "record", "kernels"},
+    {"reward", "optimizers", "scorer", "networks", "dev", "gradients", "last_layer", "replay", "budget", "joint"},
     {"forward"},
     {"sampling"},
     {"learner"},
