@@ -25,6 +25,7 @@ LAYERS = [
     {"forward"},
     {"sampling"},
     {"learner"},
+    {"turn"},
     {"reweight", "resample"},
     {"baselines", "checkup"},
     {"runs"},

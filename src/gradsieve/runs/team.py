@@ -9,9 +9,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
-from ..errors import check
+from ..errors import GradsieveError, check
 from ..record import StepRecord
 
 Value = TypeVar("Value")
@@ -23,9 +24,21 @@ def joined(device: torch.device) -> Iterator[None]:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield
         return
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    store, rank, size = next(rendezvous("env://"))
+    # torchrun's store outlives its processes: after a restart they would find the addresses of those that have died.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.PrefixStore(f"restart-{attempt}", store)  # type: ignore[attr-defined]
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     try:
         yield
+    except RuntimeError as error:
+        if isinstance(error, dist.DistError) or "gloo" in str(error):
+            raise GradsieveError(
+                "another process of this run was lost. What was saved is intact: go on with --resume, "
+                "or let torchrun do so with --max-restarts."
+            ) from error
+        raise
     finally:
         dist.destroy_process_group()
 
@@ -93,9 +106,9 @@ class Team:
         """The joint batch of which each has an equal part."""
         if self.size == 1:
             return part
-        whole = part.new_empty(self.size * len(part), *part.shape[1:])
-        dist.all_gather_into_tensor(whole, part.detach().contiguous())
-        return whole
+        parts = [torch.empty_like(part) for _ in range(self.size)]
+        dist.all_gather(parts, part.detach().contiguous())
+        return torch.cat(parts)
 
     def joint(self, record: Any) -> Any:
         """The record of a step with the figures of the joint batch."""
