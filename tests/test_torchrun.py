@@ -129,3 +129,11 @@ def test_scores_in_parts(tmp_path: Path) -> None:
     assert two["id"] == one["id"]
     assert two["score"] == pytest.approx(one["score"], abs=1e-4)
     assert not (tmp_path / "two.parts").exists()
+
+
+def test_the_bench_in_two_processes(tmp_path: Path) -> None:
+    arguments = ("bench", "--models", "mlp", "--processes", "2", "--rounds", "1", "--block", "0", "--json", "rows.json")
+    assert "in each of 2 processes" in ran(command(*arguments), tmp_path)
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert {row["method"] for row in rows} >= {"uniform", "dds", "batchweight"}
+    assert {row["processes"] for row in rows} == {2}

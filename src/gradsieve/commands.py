@@ -194,25 +194,42 @@ def bench(
         str, typer.Option(help="Separated by commas: mlp, wrn-16-1, wrn-28-2, transformer, translation.")
     ] = "mlp,wrn-16-1,wrn-28-2,transformer,translation",
     methods: Annotated[str | None, typer.Option(help="Separated by commas; by default all that a model has.")] = None,
+    batch_sizes: Annotated[
+        str | None, typer.Option(help="Separated by commas, to see growth; by default each model's own.")
+    ] = None,
+    processes: Annotated[int, typer.Option(min=1, help="Data-parallel ones, on this machine, by torchrun.")] = 1,
     rounds: Annotated[int, typer.Option(min=1, help="How often all take their turns.")] = 9,
     block: Annotated[float, typer.Option(min=0.0, help="Seconds of a turn, about.")] = 0.5,
     json: Annotated[Path | None, typer.Option("--json", help="File for the rows.")] = None,
     device: Device = "auto",
 ) -> None:
     from .bench.run import bench as run
+    from .errors import GradsieveError
+    from .runs.team import Team, joined, start
 
     def names(text: str) -> list[str]:
         return [name.strip() for name in text.split(",") if name.strip()]
 
-    run(
-        names(models),
-        None if methods is None else names(methods),
-        rounds=rounds,
-        block=block,
-        device=_device(device),
-        console=Console(),
-        json=json,
-    )
+    if processes > 1 and "RANK" not in os.environ:
+        raise typer.Exit(start(processes))
+    try:
+        sizes = [int(size) for size in names(batch_sizes or "")]
+    except ValueError:
+        raise GradsieveError(f"--batch-sizes {batch_sizes}: give numbers, separated by commas.") from None
+    if sizes and min(sizes) < 2:
+        raise GradsieveError(f"--batch-sizes {batch_sizes}: a batch has two examples at least.")
+    place = _device(device)
+    with joined(place):
+        run(
+            names(models),
+            None if methods is None else names(methods),
+            batch_sizes=sizes,
+            rounds=rounds,
+            block=block,
+            device=place,
+            console=Console(quiet=not Team().first),
+            json=json,
+        )
 
 
 @app.command(help="Score a data set by the trained scorer of a run: which examples help, which hurt. Writes Parquet.")

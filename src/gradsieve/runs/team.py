@@ -1,6 +1,8 @@
 """The processes of one run, as torchrun starts them. Of one process alone, nothing here does anything."""
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -41,6 +43,12 @@ def joined(device: torch.device) -> Iterator[None]:
         raise
     finally:
         dist.destroy_process_group()
+
+
+def start(processes: int) -> int:
+    """Runs this very command in as many processes, by torchrun; returns its exit code."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    return subprocess.run([*torchrun, "-m", "gradsieve", *sys.argv[1:]], check=False).returncode
 
 
 class Team:
