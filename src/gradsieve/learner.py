@@ -1,7 +1,7 @@
 """psi: a scorer, how it scores a minibatch, and how it learns from rewards, fresh or heard before."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +33,7 @@ from .scorer import (
 )
 
 SIGNALS = ("loss", "alignment")
+PRECISIONS = ("float32", "bfloat16")
 
 
 class Scored(NamedTuple):
@@ -60,6 +61,7 @@ class Learner:
         uniform_mix: float,
         caution: float,
         replay: int,
+        precision: str,
         sampler: ScoreSampler | None,
     ):
         check(psi_gradient in PSI_GRADIENTS, f"psi_gradient must be one of {PSI_GRADIENTS}, not {psi_gradient!r}.")
@@ -67,6 +69,7 @@ class Learner:
         check(0 <= uniform_mix <= 1, f"uniform_mix must lie between 0 and 1, not {uniform_mix}.")
         check(caution >= 0, f"caution must be 0 or more, not {caution}.")
         check(replay >= 0, f"replay must be 0 or more, not {replay}.")
+        check(precision in PRECISIONS, f"scorer_precision must be one of {PRECISIONS}, not {precision!r}.")
         check(sampler is None or not replay, "lessons cannot be replayed for batches that a sampler has drawn.")
         if scorer is None:
             with stream:
@@ -81,7 +84,7 @@ class Learner:
         self.scorer, self.stream, self.world, self.sampler = scorer, stream, world, sampler
         self.optimizer = optimizer or default_optimizer(scorer)
         self.psi_gradient, self.caution = psi_gradient, caution
-        self.max_logit, self.uniform_mix = max_logit, uniform_mix
+        self.max_logit, self.uniform_mix, self.precision = max_logit, uniform_mix, precision
         self.ring = Ring(replay, seeded(stream.seed, "replay")) if replay else None
         self.outlook = torch.full((), OUTLOOK_START, device=stream.device)
 
@@ -101,7 +104,7 @@ class Learner:
     def score(self, batch: Any, signals: dict[str, Tensor], losses: Tensor, *, learning: bool) -> Scored:
         """Line 3: scores, with psi's graph if it is to learn from them."""
         with record_function("gradsieve.scorer"), self.stream, torch.set_grad_enabled(learning):
-            with untouched(self.scorer, training=False) if self.sampler else nullcontext():
+            with untouched(self.scorer, training=False) if self.sampler else nullcontext(), self._low():
                 scores = self._scores(batch, signals, losses)
             finite = scores.isfinite().all()
             logits = bounded(torch.where(finite, scores, 0.0), self.max_logit)
@@ -116,6 +119,11 @@ class Learner:
         sizes = self.world.sizes(len(losses))
         told = {name: self.world.gathered(value, sizes) for name, value in signals.items()}
         return checked_scores(self.scorer(batch, **told), losses.new_empty(sizes.total))[sizes.place]
+
+    def _low(self) -> AbstractContextManager[Any]:
+        if self.precision == "float32":
+            return nullcontext()
+        return torch.autocast(self.stream.device.type, torch.bfloat16, cache_enabled=False)
 
     def joint(self) -> Joint:
         """The softmax of line 4, over a batch whose parts are yet to come."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.utils import skip_init
 
 from .errors import GradsieveError
@@ -34,14 +35,13 @@ def input_and_label(batch: Any) -> tuple[Tensor, Tensor | None]:
 class ExampleScorer(nn.Module):
     """A score for each example from its input, or from input and label: a body, a zero head, a choice by label."""
 
-    def __init__(self, body: nn.Module, label: bool, split: Split = input_and_label):
+    def __init__(self, body: nn.Module, label: bool, split: Split = input_and_label, shrink: int = 1):
         super().__init__()
-        self.body = body
-        self.label = label
-        self.split = split
+        self.body, self.label, self.split, self.shrink = body, label, split, shrink
 
     def forward(self, batch: Any) -> Tensor:
         x, y = self.split(batch)
+        x = F.avg_pool2d(x, self.shrink) if self.shrink > 1 else x
         scores = self.body(x)  # (B, classes or 1)
         if not self.label:
             return scores.squeeze(1)
@@ -62,10 +62,19 @@ class MLPScorer(ExampleScorer):
 
 
 class ConvScorer(ExampleScorer):
-    """A compact convolutional network for images of any size: three strided layers and a mean over what is left."""
+    """A compact convolutional network for images of any size: three strided layers and a mean over what is left.
+
+    `shrink` lets it see them at a half, a third, ... of their height and width.
+    """
 
     def __init__(
-        self, in_channels: int = 3, num_classes: int | None = None, *, width: int = 16, split: Split = input_and_label
+        self,
+        in_channels: int = 3,
+        num_classes: int | None = None,
+        *,
+        width: int = 16,
+        split: Split = input_and_label,
+        shrink: int = 1,
     ):
         widths = (in_channels, width, 2 * width, 4 * width)
         layers: list[nn.Module] = []
@@ -73,17 +82,23 @@ class ConvScorer(ExampleScorer):
             layers += [nn.Conv2d(before, after, 3, stride=2, padding=1), nn.GroupNorm(4, after), nn.ReLU()]
         head = _zero_head(widths[-1], num_classes or 1)
         super().__init__(
-            nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), head), num_classes is not None, split
+            nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), head), num_classes is not None, split, shrink
         )
 
 
 def like(
-    model: nn.Module, *, label: bool = False, head: str | None = None, split: Split = input_and_label
+    model: nn.Module,
+    *,
+    label: bool = False,
+    head: str | None = None,
+    split: Split = input_and_label,
+    shrink: int = 1,
 ) -> ExampleScorer:
     """The paper's scorer: the model's architecture with weights of its own and a one-number head.
 
     For any classifier whose last layer is linear. `head` names that layer if it is not the last linear one that the
-    model lists. `label` lets the label choose among as many outputs as the model has classes.
+    model lists. `label` lets the label choose among as many outputs as the model has classes. `shrink` lets it see
+    images at a half, a third, ... of their height and width, if the architecture takes them so.
     """
     body = copy.deepcopy(model)
     linear = [name for name, module in body.named_modules() if isinstance(module, nn.Linear)]
@@ -107,10 +122,10 @@ def like(
     assert isinstance(old, nn.Linear)
     new = _zero_head(old.in_features, old.out_features if label else 1).to(old.weight.device, old.weight.dtype)
     if name == "":
-        return ExampleScorer(new, label, split)
+        return ExampleScorer(new, label, split, shrink)
     parent, _, child = name.rpartition(".")
     setattr(body.get_submodule(parent), child, new)
-    return ExampleScorer(body.train(), label, split)
+    return ExampleScorer(body.train(), label, split, shrink)
 
 
 class SignalScorer(nn.Module):

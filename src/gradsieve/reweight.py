@@ -7,7 +7,7 @@ step()   theta_t: dev gradient, rewards, psi           lines 7 to 10
 
 import warnings
 from collections.abc import Iterable
-from contextlib import nullcontext
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.profiler import record_function
 
+from .activations import Activations
 from .budget import Budget
 from .dev import DEV_MODES, DevBatches, dev_gradient
 from .errors import GradsieveError, check
@@ -68,7 +69,8 @@ class DDS:
         dev_loader: any re-iterable of batches; drawn from without end and moved to the model's device.
         scorer_optimizer: psi's; the default is Adam at 0.003. One that is not ``fused`` costs a wait for the
             device in each update, because a non-finite update must be held back.
-        reward: ``"finite_difference"`` (Eq. 7), ``"jvp"`` or ``"per_example"``; see reward.py.
+        reward: ``"finite_difference"`` (Eq. 7), ``"jvp"`` or ``"per_example"``; see reward.py. Or ``"activations"``,
+            from what the training backward has computed, all of which it keeps until `step()`; see activations.py.
         cosine: reward by cosine instead of dot product; only with ``"per_example"``.
         psi_gradient: ``"expectation"`` (Eq. 6) or ``"algorithm1"`` (as printed); see scorer.py.
         optimizer_aware: pass the dev gradient through the optimizer's derivative (appendix A.1).
@@ -84,6 +86,8 @@ class DDS:
         uniform_mix: share of each weight that is simply 1/B.
         caution: the price of uneven weights, in units of what a plain step does for dev: it falls as that does. At 0
             there is none, as in the paper; see `price_of_uneven_weights` in scorer.py.
+        dev_average: share of the dev gradient that is kept from the steps before: 0.9 averages about ten dev batches.
+        scorer_precision: ``"float32"``, or ``"bfloat16"`` for the scorer's passes under autocast.
         dev_mode: ``"train"`` runs the dev batch with every module in the mode that it trains in, BatchNorm thus on the
             dev batch's own statistics. ``"eval"``, as the authors do, with running statistics and without dropout.
             Neither changes the statistics.
@@ -117,12 +121,16 @@ class DDS:
         max_logit: float | None = MAX_LOGIT,
         uniform_mix: float = 0.0,
         caution: float = CAUTION,
+        dev_average: float = 0.0,
+        scorer_precision: str = "float32",
         dev_mode: str = "train",
         sampler: ScoreSampler | None = None,
         epsilon: float = EPSILON,
         seed: int | None = None,
     ):
-        check_estimator(reward, cosine)
+        check(reward != "activations" or not cosine, "cosine needs each example's gradient; use reward='per_example'.")
+        check_estimator("finite_difference" if reward == "activations" else reward, cosine)
+        check(0 <= dev_average < 1, f"dev_average must lie in 0 to 1, below 1, not {dev_average}.")
         check(dev_mode in DEV_MODES, f"dev_mode must be one of {DEV_MODES}, not {dev_mode!r}.")
         check(update_every >= 1, f"update_every must be at least 1, not {update_every}.")
         check(alignment in ALIGNMENTS, f"alignment must be one of {ALIGNMENTS}, not {alignment!r}.")
@@ -154,6 +162,7 @@ class DDS:
             uniform_mix=uniform_mix,
             caution=caution,
             replay=replay,
+            precision=scorer_precision,
             sampler=sampler,
         )
         check(
@@ -166,7 +175,9 @@ class DDS:
         wanted = "alignment" in self.learner.signals
         self.last_layer = LastLayer(self._own) if wanted and alignment == "last_layer" else None
         self.dev = DevBatches(dev_loader, self.stream)
+        self.activations = Activations(self._own) if reward == "activations" else None
         self.reward, self.cosine, self.epsilon, self.dev_mode = reward, cosine, epsilon, dev_mode
+        self.dev_average, self._d_theta = dev_average, dict[str, Tensor]()
         self.optimizer_aware = optimizer_aware and is_known(optimizer)
 
         self._every = update_every
@@ -188,7 +199,10 @@ class DDS:
         learning = self._since + 1 >= self.update_every if turn is None else turn.learning
         again = learning or ("alignment" in self.learner.signals and self.last_layer is None)
         self._mark()
-        with self.last_layer.heard() if self.last_layer else nullcontext():
+        with ExitStack() as listening:
+            if self.last_layer is not None:
+                listening.enter_context(self.last_layer.heard())
+            heard = listening.enter_context(self.activations.heard()) if self.activations and learning else None
             losses, forward = training_forward(
                 self.model, self.loss_fn, batch, who="DDS", again=again, world=self.world
             )
@@ -198,7 +212,10 @@ class DDS:
         with record_function("gradsieve.alignment"):
             signals = self._signals(losses, forward)
         scored = self.learner.score(batch, signals, forward.losses, learning=learning)
-        loss = (turn.add(self._own, forward, scored) * losses).sum() * self.world.size
+        weights = turn.add(self._own, forward, scored) * self.world.size
+        if heard is not None:
+            turn.heard.append((heard, weights))
+        loss = (weights * losses).sum()
         self._mark()
         return loss
 
@@ -240,9 +257,13 @@ class DDS:
                 autocast=turn.forwards[-1].autocast,
                 world=self.world,
             )
+        d_theta = self._averaged(d_theta)
         self._direction = {name: g * d_theta[name] for name, g in turn.derivative.items() if name in d_theta}
         with record_function("gradsieve.reward"):
-            parts = [self._rewards(forward, turn.theta_prev) for forward in turn.forwards]
+            if self.activations is not None:
+                parts = [heard.rewards(self._direction, weights) for heard, weights in turn.heard]
+            else:
+                parts = [self._rewards(forward, turn.theta_prev) for forward in turn.forwards]
         r = torch.cat(parts)
 
         finite = turn.finite() | {
@@ -254,6 +275,18 @@ class DDS:
         finite["psi gradient"] = learned | ~good
         self._skipped += ~learned
         return StepRecord(self.steps, r, weights, size, dev_loss, finite, update_every=self.update_every)
+
+    def _averaged(self, d_theta: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The dev gradient and those before it, if they count."""
+        if not self.dev_average:
+            return d_theta
+        rate = 1 - self.dev_average
+        before = self._d_theta or d_theta
+        good = norm(d_theta, self.world).isfinite()
+        self._d_theta = {
+            n: torch.where(good, before.get(n, g).lerp(g, rate), before.get(n, g)) for n, g in d_theta.items()
+        }
+        return self._d_theta
 
     def _signals(self, losses: Tensor, forward: TrainingForward) -> dict[str, Tensor]:
         """What the scorer asks to be told, at theta_{t-1}. Where no usable dev gradient is known, alignment is zero."""
@@ -269,8 +302,9 @@ class DDS:
 
     def _rewards(self, forward: TrainingForward, theta: dict[str, Tensor] | None = None) -> Tensor:
         """v . grad l_i at theta, by default the present parameters, (B,)."""
+        estimator = "finite_difference" if self.reward == "activations" else self.reward
         return forward.rewards(
-            self._direction, estimator=self.reward, cosine=self.cosine, theta=theta, epsilon=self.epsilon
+            self._direction, estimator=estimator, cosine=self.cosine, theta=theta, epsilon=self.epsilon
         )
 
     def _after_optimizer_step(self) -> None:
@@ -321,6 +355,7 @@ class DDS:
             "skipped": self._skipped.clone(),
             **self.learner.state_dict(),
             "direction": {n: sharded_like(v, theta[n]) for n, v in self._direction.items() if n in theta},
+            "dev_average": {n: sharded_like(v, theta[n]) for n, v in self._d_theta.items() if n in theta},
             "random": dict(self.stream.state),
             "dev": self.dev.state_dict(),
             "budget": self.budget.state_dict() if self.budget else None,
@@ -329,8 +364,10 @@ class DDS:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.learner.load_state_dict(state)
         theta, device = trainable(self._own), self.stream.device
-        saved = ((n, v) for n, v in state["direction"].items() if n in theta)
-        self._direction = {n: shard_of(v, theta[n]).to(device).clone() for n, v in saved}
+        self._direction, self._d_theta = (
+            {n: shard_of(v, theta[n]).to(device).clone() for n, v in state[name].items() if n in theta}
+            for name in ("direction", "dev_average")
+        )
         self.stream.state = {device: value.cpu() for device, value in state["random"].items()}
         self.dev.load_state_dict(state["dev"])
         if self.budget is not None:

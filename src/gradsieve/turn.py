@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from .activations import Heard
 from .forward import TrainingForward
 from .joint import Joint
 from .learner import Scored
@@ -21,6 +22,8 @@ class Turn:
     forwards: list[TrainingForward] = field(default_factory=list)
     """One for each micro-batch."""
     scored: list[Scored] = field(default_factory=list)
+    heard: list[tuple[Heard, Tensor]] = field(default_factory=list)
+    """Of each micro-batch, if rewards come from activations: with what its losses are multiplied by, (b,)."""
     stepped: bool = False
     derivative: dict[str, float | Tensor] | None = None
     """g', set when the optimizer steps."""

@@ -156,9 +156,9 @@ def make_scorer(
         if kind == "signal":
             scorer = SignalScorer()
         elif kind == "paper":
-            scorer = like(model, label=bool(label))
+            scorer = like(model, label=bool(label), shrink=settings.shrink)
         elif kind == "conv":
-            scorer = ConvScorer(shape[0], classes)
+            scorer = ConvScorer(shape[0], classes, shrink=settings.shrink)
         else:
             scorer = MLPScorer(torch.Size(shape).numel(), classes)
     if settings.init is not None:

@@ -68,12 +68,14 @@ class ScorerSettings(Settings):
     """``paper``: the model's architecture, image in, one number out."""
     lr: Positive = SCORER_LR
     """Of Adam."""
+    shrink: Count = 1
+    """``paper`` and ``conv`` see images at a half, a third, ... of their height and width."""
     init: Path | None = None
     """A ``scorer.safetensors`` of an earlier run to start from."""
 
 
 class DDSSettings(Settings):
-    reward: Reward = "finite_difference"
+    reward: Literal["finite_difference", "jvp", "per_example", "activations"] = "finite_difference"
     psi_gradient: Literal["expectation", "algorithm1"] = "expectation"
     optimizer_aware: bool = True
     update_every: Count = 1
@@ -86,6 +88,8 @@ class DDSSettings(Settings):
     uniform_mix: Share = 0.0
     dev_mode: DevMode = "train"
     caution: NotNegative = CAUTION
+    dev_average: Annotated[Share, Field(lt=1)] = 0.0
+    scorer_precision: Literal["float32", "bfloat16"] = "float32"
 
 
 class BatchWeightSettings(Settings):

@@ -123,7 +123,7 @@ class TrainedScorer:
                 loss_fn,
                 batch,
                 self.direction,
-                estimator="jvp" if own == "per_example" else own,
+                estimator=own if own in ("finite_difference", "jvp") else "jvp",
                 losses=None if self.recipe.model.precision == "bf16" else losses,
             )
         return found

@@ -1,0 +1,112 @@
+"""Eq. 2 from what the training backward has computed anyway: exact, and without a further pass through the model.
+
+A linear layer, a convolution, an embedding, a normalization: its output z = f(a; W) is linear in its parameters. So z
+changes by f(a_i; V) along the direction v, V being its part in that layer, and
+
+    v . grad l_i = sum over layers of delta_i . f(a_i; V),        delta_i = dl_i / dz_i.
+
+The training forward has seen a_i, and the backward of sum_i w_i l_i comes by w_i delta_i.
+
+Under BatchNorm in training mode what comes back to z_i is the gradient of all losses, not of l_i alone. r_i is then
+what the example does, through its own activations, to the loss of the whole batch: the same total, divided otherwise.
+"""
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from .errors import GradsieveError
+from .parameters import Direction, snapshot
+
+LINEAR_IN_PARAMETERS = (
+    nn.Linear,
+    nn.modules.conv._ConvNd,
+    nn.Embedding,
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.modules.batchnorm._BatchNorm,
+)
+
+
+@dataclass
+class _Call:
+    """A layer at work."""
+
+    name: str
+    layer: nn.Module
+    input: Tensor
+    buffers: dict[str, Tensor]
+    delta: Tensor | None = None
+    """Gradient of the training loss by the output, once the backward has come by."""
+
+
+@dataclass
+class Heard:
+    """A training forward, and then its backward, as the layers saw them."""
+
+    calls: list[_Call] = field(default_factory=list)
+
+    @torch.no_grad()
+    def rewards(self, direction: Direction, weights: Tensor) -> Tensor:
+        """v . grad l_i, (B,), `weights` being what each l_i was multiplied by in the backward."""
+        total = torch.zeros_like(weights)
+        for call in self.calls:
+            prefix = f"{call.name}." if call.name else ""
+            own = {n: direction[prefix + n] for n, _ in call.layer.named_parameters() if prefix + n in direction}
+            if call.delta is None or not own:
+                continue
+            if len(call.delta) != len(weights):
+                raise GradsieveError(
+                    f"reward='activations' wants one row for each of {len(weights)} examples from {call.name}, which "
+                    f"gave shape {tuple(call.delta.shape)}: use reward='finite_difference'."
+                )
+            zeros = {n: torch.zeros_like(p) for n, p in call.layer.named_parameters()}
+            change = functional_call(call.layer, {**zeros, **own, **call.buffers}, (call.input,))
+            total += (call.delta.to(change.dtype) * change).flatten(1).sum(1)
+        return total / weights
+
+
+class Activations:
+    """Listens to every layer that is trained. Its hooks keep nothing outside of `heard`."""
+
+    def __init__(self, model: nn.Module):
+        self._heard: Heard | None = None
+        me = weakref.ref(self)
+        for name, layer in model.named_modules():
+            if not any(p.requires_grad for p in layer.parameters(recurse=False)):
+                continue
+            if not isinstance(layer, LINEAR_IN_PARAMETERS) or (isinstance(layer, nn.Embedding) and layer.max_norm):
+                raise GradsieveError(
+                    f"reward='activations' knows layers that are linear in their parameters, but {name or 'the model'} "
+                    f"is a {type(layer).__name__}: use reward='finite_difference'."
+                )
+            layer.register_forward_hook(_listener(me, name))
+
+    @contextmanager
+    def heard(self) -> Iterator[Heard]:
+        """Inside, layers at work are noted."""
+        self._heard = Heard()
+        try:
+            yield self._heard
+        finally:
+            self._heard = None
+
+
+def _listener(me: "weakref.ref[Activations]", name: str) -> Any:
+    def listen(layer: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
+        owner = me()
+        if owner is None or owner._heard is None or not output.requires_grad:
+            return
+        given = inputs[0].detach()
+        given = given.float() if given.dtype in (torch.float16, torch.bfloat16) else given
+        call = _Call(name, layer, given, snapshot(dict(layer.named_buffers())))
+        output.register_hook(lambda delta: setattr(call, "delta", delta.detach()))
+        owner._heard.calls.append(call)
+
+    return listen
