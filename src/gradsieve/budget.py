@@ -11,7 +11,9 @@ import torch
 from .parallel import ALONE, World
 
 LONGEST = 16
-"""Rewards are measured at every 16th step at least, whatever it costs: rarer ones teach too little."""
+"""Rewards are measured at every 16th step at least: rarer ones teach too little."""
+OUT_OF_REACH = 4
+"""k where no k can keep the budget, because DDS costs more on a step that measures nothing: a very small model."""
 WINDOW = 32
 """Steps of each kind whose times count."""
 FIRST = 8
@@ -27,6 +29,8 @@ def steps_between(overhead: float, plain: float, idle: float, measuring: float) 
         measuring: what rewards add to that.
     """
     left = overhead * plain - idle
+    if left <= 0:
+        return OUT_OF_REACH
     return LONGEST if left * LONGEST <= measuring else max(1, math.ceil(measuring / left))
 
 
