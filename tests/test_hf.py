@@ -1,5 +1,9 @@
 """DDSTrainer: the Trainer of Transformers with DDS inside does what a loop of one's own does."""
 
+import os
+import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -143,7 +147,7 @@ def close(one: nn.Module, other: nn.Module, tolerance: float = 0.0) -> bool:
 
 
 def own_loop(model: nn.Module, causal: bool, steps: int, micro: int = 1) -> DDS:
-    """What DDSTrainer should do: AdamW as the Trainer's, clipped to norm 1, the model's own loss one example at a time."""
+    """What DDSTrainer should do: AdamW as the Trainer's, clipped to norm 1, one loss per example."""
 
     def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         inputs = {name: value for name, value in batch.items() if name != "labels"}
@@ -254,6 +258,45 @@ def test_a_resumed_training_equals_an_uninterrupted_one(micro: int, tmp_path: Pa
     assert again.dds.steps == whole.dds.steps == 8
     assert close(again.model, whole.model)
     assert close(again.dds.scorer, whole.dds.scorer)
+
+
+def one_of_two(folder: str) -> None:
+    """What each process of the next test does."""
+    changes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "ddp_backend": "gloo"}
+    found = reading(Path(folder), **changes, save_strategy="epoch")
+    found.train()
+    assert found.dds is not None
+    assert found.dds.world.size == 2
+    torch.save([values(found.model), values(found.dds.scorer)], f"{folder}/{found.args.process_index}.pt")
+
+
+def test_two_processes_equal_one_with_the_joint_batch(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    code = f"import test_hf; test_hf.one_of_two({str(tmp_path)!r})"
+    shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            env={**shared, "RANK": rank, "LOCAL_RANK": rank},
+            cwd=Path(__file__).parent,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in ("0", "1")
+    ]
+    said = [process.communicate()[0] for process in running]
+    assert [process.returncode for process in running] == [0, 0], said
+    alone = reading(tmp_path / "alone", gradient_accumulation_steps=1, dds_dev_batch_size=16)
+    alone.train()
+    assert alone.dds is not None
+    for rank in (0, 1):
+        assert (tmp_path / f"checkpoint-8/dds_{rank}.pt").exists()
+        parts = torch.load(tmp_path / f"{rank}.pt")
+        for found, module in zip(parts, (alone.model, alone.dds.scorer), strict=True):
+            assert all(torch.allclose(found[name], value, atol=2e-5) for name, value in values(module).items())
 
 
 def test_a_checkpoint_of_another_trainer_is_refused(tmp_path: Path) -> None:
