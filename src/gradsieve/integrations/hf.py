@@ -165,6 +165,7 @@ class DDSTrainer(Trainer):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
         assert self.dds is not None
+        Path(output_dir).mkdir(parents=True, exist_ok=True)  # the first process may not have come to it yet
         torch.save(self.dds.state_dict(), _file(output_dir, self.args.process_index))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
