@@ -32,7 +32,7 @@ setup: .venv/.done
 .venv/.done: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt "pip>=25.1"
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[images,translation,report,tensorboard,bench]" --group dev
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[images,translation,report,tensorboard,bench,hf,lightning]" --group dev
 	@touch $@
 
 clean:

@@ -219,6 +219,17 @@ class DDS:
         self._mark()
         return loss
 
+    @property
+    def weighted_loss(self) -> Tensor:
+        """sum_i p_i l_i over all micro-batches since the last `step()`, by their weights together: for a log.
+
+        Free of any graph. The numbers that `loss()` has returned do not add up to it, as weights fall with each part.
+        """
+        if self._turn is None:
+            return torch.zeros((), device=self.stream.device)
+        parts = zip(self._turn.joint.own_weights(), self._turn.forwards, strict=True)
+        return torch.stack([(weights * forward.losses).sum() for weights, forward in parts]).sum() * self.world.size
+
     def step(self) -> StepRecord | None:
         """Lines 7 to 10 of Algorithm 1, after ``optimizer.step()``. A record if rewards were measured, else None."""
         turn, self._turn = self._turn, None
