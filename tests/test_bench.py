@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 from conftest import Ended
+from scipy.stats import spearmanr
 from torch import nn
 from torch.optim import SGD
 
+from gradsieve import DDS, SignalScorer
 from gradsieve.baselines import BatchWeight
 from gradsieve.bench import contenders, run
-from gradsieve.bench.subjects import SUBJECTS, loss_fn
+from gradsieve.bench.subjects import SUBJECTS, loss_fn, subject_of
 from gradsieve.bench.timing import Step, breakdown, interleaved, peak_memory, ratio
 from gradsieve.bench.translating import translation_steps
 from gradsieve.reward import alignment
@@ -134,10 +136,22 @@ def test_rows_for_machines(call: Callable[..., Ended], tmp_path: Path, monkeypat
     assert rows[0]["time_ratio"] == rows[0]["memory_ratio"] == 1
 
 
+def test_growth_with_batch_and_model(call: Callable[..., Ended], tmp_path: Path) -> None:
+    small = ("--methods", "dds", "--rounds", "1", "--block", "0")
+    ended = call("bench", "--models", "mlp,wrn-10-2", "--batch-sizes", "4,8", *small, "--json", "rows.json")
+    assert ended.code == 0, ended.err
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    found = {(row["model"], row["batch_size"]) for row in rows}
+    assert found == {("mlp", 4), ("mlp", 8), ("wrn-10-2", 4), ("wrn-10-2", 8)}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("--models", "resnet"), "unknown model 'resnet'; there are mlp"),
+        (("--models", "wrn-11-2"), "unknown model 'wrn-11-2'"),
+        (("--models", "mlp", "--batch-sizes", "many"), "--batch-sizes many: give numbers"),
+        (("--models", "mlp", "--batch-sizes", "1"), "a batch has two examples at least"),
         (("--models", "mlp", "--methods", "adam"), "unknown method 'adam'; these models have uniform"),
         (("--rounds", "0"), "--rounds"),
     ],
@@ -146,3 +160,28 @@ def test_bad_names_are_explained(arguments: tuple[str, ...], message: str, call:
     ended = call("bench", *arguments)
     assert ended.code == 2
     assert message in ended.err
+
+
+@pytest.mark.parametrize("kind", ["wrn-10-1", "transformer"])
+def test_under_bf16_autocast_rewards_keep_their_order(kind: str) -> None:
+    """Dev gradient and training step in bfloat16, against the same step in float32."""
+    subject = subject_of(kind)
+    assert subject is not None
+    found = []
+    for low in (False, True):
+        torch.manual_seed(0)
+        model = subject.model()
+        optimizer = SGD(model.parameters(), lr=0.01)
+        dds = DDS(model, SignalScorer(), loss_fn, optimizer, [subject.batch(32, CPU)], seed=0)
+        batches = [subject.batch(64, CPU) for _ in range(4)]
+        for batch in batches:
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=low):
+                loss = dds.loss(batch)
+            loss.backward()
+            optimizer.step()
+            record = dds.step()
+        assert record is not None
+        assert record.rewards is not None
+        found.append(record.rewards)
+    assert spearmanr(*(r.numpy() for r in found)).statistic > 0.95

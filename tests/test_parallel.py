@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from gradsieve import DDS, GradsieveError, GroupDDS
+from gradsieve.baselines import SPCL, BatchWeight, MentorNet
 from gradsieve.joint import Joint
 from gradsieve.networks import MLPScorer, SignalScorer
 from gradsieve.parallel import ALONE, Sizes, World, shard_of, sharded_like
@@ -193,9 +194,31 @@ def work(rank: int, folder: Path) -> None:
             found[f"{how}, groups"] = mixed(how)
             found[f"{how}, budget"] = budgeted(how)
             found[f"{how}, resumed"] = resumed(how)
+        found["baselines"] = {name: weighed("ddp", name) for name in BASELINES}
         found["ragged"] = ragged()
         found["refusals"] = refusals()
         torch.save(found, folder / f"found-{rank}.pt")
+
+
+BASELINES: dict[str, Callable[[nn.Module, Any], Any]] = {
+    "spcl": lambda model, dev: SPCL(model, losses_of, full_at=STEPS),
+    "batchweight": lambda model, dev: BatchWeight(model, losses_of, dev, seed=0),
+    "mentornet": lambda model, dev: MentorNet(model, losses_of, dev, 3, total_steps=STEPS, burn_in=0.0, seed=0),
+}
+
+
+def weighed(how: str, name: str) -> dict[str, Any]:
+    """A baseline on the joint batch."""
+    rank, size = (0, 1) if how == "alone" else (dist.get_rank(), SIZE)
+    model = wrapped(network(), how)
+    its = OPTIMIZERS["sgd"](model.parameters())
+    way = BASELINES[name](model, [part(batch, rank, size) for batch in data(3, DEV, seed=1)])
+    for batch in data(STEPS, BATCH, seed=0):
+        its.zero_grad()
+        way.loss(part(batch, rank, size)).backward()
+        its.step()
+        record = way.step()
+    return {"model": numbers(model), "weights": everyone(record.weights, how)}
 
 
 def budgeted(how: str) -> int:
@@ -324,6 +347,17 @@ class TestTogether:
         expected = mixed("alone")
         for found in together:
             assert_alike(found[f"{how}, groups"], expected)
+
+    @pytest.mark.parametrize("name", ["spcl", "batchweight"])
+    def test_baselines_weigh_the_joint_batch(self, name: str, together: list[dict[str, Any]]) -> None:
+        expected = weighed("alone", name)
+        for found in together:
+            assert_alike(found["baselines"][name], expected)
+
+    def test_a_mentor_is_the_same_everywhere(self, together: list[dict[str, Any]]) -> None:
+        """Which labels it is shown wrong is drawn by each process for itself."""
+        assert_alike(together[0]["baselines"]["mentornet"], together[1]["baselines"]["mentornet"])
+        assert float(together[0]["baselines"]["mentornet"]["weights"].sum()) == pytest.approx(1)
 
     def test_processes_may_have_batches_of_different_sizes(self, together: list[dict[str, Any]]) -> None:
         expected = trained("alone", scorer="signals", optimizer="sgd")

@@ -20,11 +20,12 @@ SOURCE = ROOT / "src/gradsieve"
 
 LAYERS = [
     {"errors"},
-    {"parameters", "randomness", "record", "kernels"},
-    {"reward", "optimizers", "scorer", "networks", "dev", "gradients", "last_layer", "replay", "budget"},
+    {"parallel", "parameters", "randomness", "record", "kernels"},
+    {"reward", "optimizers", "scorer", "networks", "dev", "gradients", "last_layer", "replay", "budget", "joint"},
     {"forward"},
     {"sampling"},
     {"learner"},
+    {"turn"},
     {"reweight", "resample"},
     {"baselines", "checkup"},
     {"runs"},

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.optim import SGD
 
 from gradsieve import DDS, GradsieveError, alignment
+from gradsieve.images import parts, use
 from gradsieve.images.data import ImageSet
 from gradsieve.images.files import Folder, Shards
 from gradsieve.images.load import load_splits
@@ -256,7 +257,7 @@ class TestFiles:
             (("going", "--out", "s.parquet"), "has not ended yet"),
             (("nowhere", "--out", "s.parquet"), "is no run directory"),
             ((str(mlp), "--out", "s.csv"), "ends in .parquet"),
-            ((str(mlp), "--out", "file/s.parquet"), "cannot write file/s.parquet (Not a directory)"),
+            ((str(mlp), "--out", "file/s.parquet"), "cannot write file/s.parquet"),
             ((str(mlp), "--out", "s.parquet", "--data", "."), "no --data"),
             ((str(mlp), "--out", "s.parquet", "--split", "all"), "--split is train, dev, test"),
             ((str(mlp), "--out", "s.parquet", "--keep", "0"), "--keep"),
@@ -355,3 +356,30 @@ class TestTrainingByScores:
         assert "unknown key selection" in wrong_task.err
         typo = call("train", "digits", "--scores", "s.parquet", "--set", "selection.keeep=1", "--out", "y")
         assert "did you mean keep" in typo.err
+
+
+def test_a_restart_finds_the_parts_that_are_done(signal: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "PART", 300)
+    seen: list[int] = []
+    measure = use.told_of
+
+    def counted(trained: Any, images: Any, *rest: Any) -> Any:
+        seen.append(len(images))
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+        return measure(trained, images, *rest)
+
+    monkeypatch.setattr(use, "told_of", counted)
+    with pytest.raises(KeyboardInterrupt):
+        score_run(signal, tmp_path / "s.parquet", data=None, device=CPU)
+    assert len(list((tmp_path / "s.parts").iterdir())) == 2
+    score_run(signal, tmp_path / "s.parquet", data=None, device=CPU)
+    assert seen[:3] == [300, 300, 300]
+    assert sum(seen[3:]) == len(read(tmp_path / "s.parquet")["id"]) - 600
+    monkeypatch.setattr(parts, "PART", 1 << 17)
+    monkeypatch.setattr(use, "told_of", measure)
+    score_run(signal, tmp_path / "whole.parquet", data=None, device=CPU)
+    found, expected = read(tmp_path / "s.parquet"), read(tmp_path / "whole.parquet")
+    assert found["id"] == expected["id"]
+    assert found["score"] == pytest.approx(expected["score"], abs=1e-2)
+    assert not (tmp_path / "s.parts").exists()

@@ -1,5 +1,6 @@
 """The subcommands, as typer reads them."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -98,24 +99,29 @@ def train(
 ) -> None:
     from .runs.live import check_tensorboard
     from .runs.progress import Progress, duration
+    from .runs.team import Team, joined
     from .tasks import TASKS, recipe_for
 
-    console = Console()
     if tensorboard:
         check_tensorboard()
     resolved = recipe_for(method, recipe, _overrides(overrides, scores, overhead))
-    task = TASKS[resolved.task]
-    with Progress(console, tensorboard=tensorboard) as progress:
-        result = task.train(
-            resolved,
-            method,
-            seed=seed,
-            data=data,
-            out=out,
-            resume=resume,
-            device=_device(device),
-            progress=progress,
-        )
+    task, place = TASKS[resolved.task], _device(device)
+    with joined(place):
+        first = Team().first
+        console = Console(quiet=not first)
+        with Progress(console, quiet=not first, tensorboard=tensorboard and first) as progress:
+            result = task.train(
+                resolved,
+                method,
+                seed=seed,
+                data=data,
+                out=out,
+                resume=resume,
+                device=place,
+                progress=progress,
+            )
+    if not first:
+        return
     if task.picture is not None:
         task.picture([out], out / "usage.png", title=f"{resolved.name}: {method}, seed {seed}")
     last, best = result["test"][task.metric], result["test_best_by_dev"][task.metric]
@@ -146,23 +152,26 @@ def compare(
 ) -> None:
     from .compare import compare as run
     from .runs.live import check_tensorboard
+    from .runs.team import joined
 
     if tensorboard:
         check_tensorboard()
 
     variants = [name.strip() for name in methods.split(",") if name.strip()]
-    run(
-        recipe,
-        variants,
-        seeds,
-        overrides=_overrides(overrides, scores, overhead),
-        data=data,
-        out=out,
-        device=_device(device),
-        jobs=jobs,
-        console=Console(),
-        tensorboard=tensorboard,
-    )
+    place = _device(device)
+    with joined(place):
+        run(
+            recipe,
+            variants,
+            seeds,
+            overrides=_overrides(overrides, scores, overhead),
+            data=data,
+            out=out,
+            device=place,
+            jobs=jobs,
+            console=Console(),
+            tensorboard=tensorboard,
+        )
 
 
 @app.command(help="Make one HTML page of a run, of several, or of a comparison, ended or not. It needs no network.")
@@ -185,25 +194,42 @@ def bench(
         str, typer.Option(help="Separated by commas: mlp, wrn-16-1, wrn-28-2, transformer, translation.")
     ] = "mlp,wrn-16-1,wrn-28-2,transformer,translation",
     methods: Annotated[str | None, typer.Option(help="Separated by commas; by default all that a model has.")] = None,
+    batch_sizes: Annotated[
+        str | None, typer.Option(help="Separated by commas, to see growth; by default each model's own.")
+    ] = None,
+    processes: Annotated[int, typer.Option(min=1, help="Data-parallel ones, on this machine, by torchrun.")] = 1,
     rounds: Annotated[int, typer.Option(min=1, help="How often all take their turns.")] = 9,
     block: Annotated[float, typer.Option(min=0.0, help="Seconds of a turn, about.")] = 0.5,
     json: Annotated[Path | None, typer.Option("--json", help="File for the rows.")] = None,
     device: Device = "auto",
 ) -> None:
     from .bench.run import bench as run
+    from .errors import GradsieveError
+    from .runs.team import Team, joined, start
 
     def names(text: str) -> list[str]:
         return [name.strip() for name in text.split(",") if name.strip()]
 
-    run(
-        names(models),
-        None if methods is None else names(methods),
-        rounds=rounds,
-        block=block,
-        device=_device(device),
-        console=Console(),
-        json=json,
-    )
+    if processes > 1 and "RANK" not in os.environ:
+        raise typer.Exit(start(processes))
+    try:
+        sizes = [int(size) for size in names(batch_sizes or "")]
+    except ValueError:
+        raise GradsieveError(f"--batch-sizes {batch_sizes}: give numbers, separated by commas.") from None
+    if sizes and min(sizes) < 2:
+        raise GradsieveError(f"--batch-sizes {batch_sizes}: a batch has two examples at least.")
+    place = _device(device)
+    with joined(place):
+        run(
+            names(models),
+            None if methods is None else names(methods),
+            batch_sizes=sizes,
+            rounds=rounds,
+            block=block,
+            device=place,
+            console=Console(quiet=not Team().first),
+            json=json,
+        )
 
 
 @app.command(help="Score a data set by the trained scorer of a run: which examples help, which hurt. Writes Parquet.")
@@ -220,20 +246,23 @@ def score(
     from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
     from .images.use import score_run
+    from .runs.team import Team, joined
 
-    console = Console()
+    place = _device(device)
     columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("scoring", total=None)
-        lines = score_run(
-            run,
-            out,
-            data=data,
-            split=split,
-            keep=keep,
-            device=_device(device),
-            on_rows=lambda done, total: bar.update(task, completed=done, total=total),
-        )
+    with joined(place):
+        console = Console(quiet=not Team().first)
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+            task = bar.add_task("scoring", total=None)
+            lines = score_run(
+                run,
+                out,
+                data=data,
+                split=split,
+                keep=keep,
+                device=place,
+                on_rows=lambda done, total: bar.update(task, completed=done, total=total),
+            )
     for line in lines:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
@@ -329,7 +358,9 @@ def _device(name: str) -> "torch.device":
 
     if name == "auto":
         found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        return found or torch.device("cpu")
+        if found is None:
+            return torch.device("cpu")
+        return torch.device(found.type, int(os.environ["LOCAL_RANK"])) if "LOCAL_RANK" in os.environ else found
     try:
         device = torch.device(name)
         torch.ones(1, device=device).item()

@@ -22,6 +22,7 @@ from .report.comparison import BASE, NO_CHOICE, SHARED, Row, markdown, oracle_sh
 from .runs.checkpoint import save_json, written_whole
 from .runs.progress import Progress
 from .runs.recipe import Recipe
+from .runs.team import Team
 from .tasks import TASKS, recipe_for, recipe_of
 
 
@@ -63,6 +64,11 @@ def compare(
     tensorboard: bool = False,
 ) -> list[Row]:
     """Runs what is not there yet, prints the table and the verdicts, writes them into `out`."""
+    team = Team()
+    if team.size > 1 and jobs > 1:
+        raise GradsieveError("--jobs starts processes of its own; under torchrun leave it at 1.")
+    if not team.first:
+        console, quiet, tensorboard = Console(quiet=True), True, False
     recipes = _checked(recipe, variants, overrides, data, device)
     todo = [Cell(variant, seed, recipes[variant]) for seed in range(seeds) for variant in variants]
     run = partial(_run, data, out, device)
@@ -82,6 +88,8 @@ def compare(
     runs = {variant: [out / cell.folder for cell in todo if cell.variant == variant] for variant in variants}
     bootstrap = task.bootstrap(runs, BASE) if task.bootstrap and BASE in runs else None
     rows = summarize(results, task.metric, judged=task.judged, bootstrap=bootstrap)
+    if not team.first:
+        return rows
     _write(out, rows, task.metric)
     title = f"{recipe}: test {task.metric}, mean ± standard deviation over {seeds} seed{'s' * (seeds > 1)}"
     _show(console, rows, title, task.caption)

@@ -98,9 +98,12 @@ class Sizes(NamedTuple):
 
 
 class World:
-    """The processes that train `model` together. Of a model that is not parallel there is one, and nothing is sent."""
+    """The processes that train `model` together. Of a model that is not parallel there is one, and nothing is sent.
 
-    def __init__(self, model: nn.Module | None = None):
+    `together` says that all processes do, if there are several, though the model does not show it.
+    """
+
+    def __init__(self, model: nn.Module | None = None, *, together: bool = False):
         parameters = [] if model is None else list(model.parameters())
         shards = [is_shard(p) for p in parameters]
         self.sharded = any(shards)
@@ -115,6 +118,8 @@ class World:
             self.group = next(iter(meshes)).get_group()
         elif isinstance(model, DistributedDataParallel):
             self.group = model.process_group
+        elif together and dist.is_available() and dist.is_initialized():
+            self.group = dist.group.WORLD
         self.size = 1 if self.group is None else dist.get_world_size(self.group)
         self.rank = 0 if self.group is None else dist.get_rank(self.group)
         self._host = self.group
@@ -126,9 +131,9 @@ class World:
         """How many examples each process has. Waits for the other hosts, not for a device."""
         if self.size == 1:
             return Sizes((own,), 0)
-        counts = torch.zeros(self.size, dtype=torch.long)
-        dist.all_gather_single(counts, torch.tensor([own]), group=self._host)
-        return Sizes(tuple(counts.tolist()), self.rank)
+        counts = [torch.zeros(1, dtype=torch.long) for _ in range(self.size)]
+        dist.all_gather(counts, torch.tensor([own]), group=self._host)
+        return Sizes(tuple(int(count) for count in counts), self.rank)
 
     def gathered(self, values: Tensor, sizes: Sizes) -> Tensor:
         """One number per example from all processes, in the order of their ranks, free of any graph."""
@@ -136,10 +141,9 @@ class World:
         if self.size == 1:
             return values
         most = max(sizes.each)
-        rows = values.new_empty(self.size * most)
-        padded = torch.cat([values, values.new_zeros(most - len(values))])
-        dist.all_gather_single(rows, padded, group=self.group)
-        return torch.cat([row[:count] for row, count in zip(rows.view(self.size, most), sizes.each, strict=True)])
+        rows = [values.new_empty(most) for _ in range(self.size)]
+        dist.all_gather(rows, torch.cat([values, values.new_zeros(most - len(values))]), group=self.group)
+        return torch.cat([row[:count] for row, count in zip(rows, sizes.each, strict=True)])
 
     def add_up(self, tensors: Sequence[Tensor]) -> None:
         """Each tensor becomes the sum of what all processes have, in place."""

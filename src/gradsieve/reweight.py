@@ -8,7 +8,6 @@ step()   theta_t: dev gradient, rewards, psi           lines 7 to 10
 import warnings
 from collections.abc import Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,17 +19,17 @@ from .budget import Budget
 from .dev import DEV_MODES, DevBatches, dev_gradient
 from .errors import GradsieveError, check
 from .forward import TrainingForward, training_forward
-from .joint import Joint
 from .last_layer import LastLayer
-from .learner import Learner, Scored
+from .learner import Learner
 from .optimizers import after_each_step, is_known, no_derivative, optimizer_derivative
-from .parallel import World, check_gradients_are_synchronised, local, shard_of, sharded_like, unwrapped
+from .parallel import World, shard_of, sharded_like, unwrapped
 from .parameters import LossFn, device_of, norm, snapshot, trainable
 from .randomness import RandomStream
 from .record import StepRecord
 from .reward import EPSILON, check_estimator
 from .sampling import ScoreSampler
 from .scorer import CAUTION, MAX_LOGIT
+from .turn import Turn
 
 ALIGNMENTS = ("full", "last_layer")
 REPLAY = 32
@@ -39,21 +38,6 @@ DID_NOT_STEP = (
     "optimizer.step() has not run since dds.loss(), so the scorer was not updated. That is right when a "
     "GradScaler skips a step; otherwise call dds.step() after optimizer.step()."
 )
-
-
-@dataclass
-class _Turn:
-    """What `loss()` leaves for `step()`."""
-
-    joint: Joint
-    theta_prev: dict[str, Tensor]
-    """Empty if no rewards are to be measured."""
-    forwards: list[TrainingForward] = field(default_factory=list)
-    """One for each micro-batch."""
-    scored: list[Scored] = field(default_factory=list)
-    stepped: bool = False
-    derivative: dict[str, float | Tensor] | None = None
-    """g', set when the optimizer steps."""
 
 
 class DDS:
@@ -189,7 +173,7 @@ class DDS:
         self.steps = self._since = 0
         self._skipped = torch.zeros((), dtype=torch.long, device=device)
         self._direction: dict[str, Tensor] = {}
-        self._turn: _Turn | None = None
+        self._turn: Turn | None = None
         self._warned = False
         after_each_step(optimizer, self, DDS._after_optimizer_step)
 
@@ -200,8 +184,8 @@ class DDS:
         Of several processes each returns its part of the sum times their number, as their mean makes the gradient.
         """
         self._mark()
-        turn = self._turn if self._accumulating() else None
-        learning = self._since + 1 >= self.update_every if turn is None else bool(turn.theta_prev)
+        turn = self._turn if self._turn is not None and self._turn.goes_on(self._own) else None
+        learning = self._since + 1 >= self.update_every if turn is None else turn.learning
         again = learning or ("alignment" in self.learner.signals and self.last_layer is None)
         self._mark()
         with self.last_layer.heard() if self.last_layer else nullcontext():
@@ -210,26 +194,13 @@ class DDS:
             )
         self._mark()
         if turn is None:
-            self._turn = turn = _Turn(self.learner.joint(), snapshot(trainable(self._own)) if learning else {})
+            self._turn = turn = Turn(self.learner.joint(), snapshot(trainable(self._own)) if learning else {})
         with record_function("gradsieve.alignment"):
             signals = self._signals(losses, forward)
         scored = self.learner.score(batch, signals, forward.losses, learning=learning)
-        factor = turn.joint.join(scored.logits)
-        if factor is not None:
-            torch._foreach_mul_([local(p.grad) for p in self._own.parameters() if p.grad is not None], factor)
-        turn.forwards.append(forward)
-        turn.scored.append(scored)
-        loss = (turn.joint.own_weights()[-1] * losses).sum() * self.world.size
+        loss = (turn.add(self._own, forward, scored) * losses).sum() * self.world.size
         self._mark()
         return loss
-
-    def _accumulating(self) -> bool:
-        """Whether gradients of this very step are there already."""
-        if self._turn is None or self._turn.stepped:
-            return False
-        if self.world.sharded:
-            check_gradients_are_synchronised(self._own)
-        return any(p.grad is not None for p in self._own.parameters())
 
     def step(self) -> StepRecord | None:
         """Lines 7 to 10 of Algorithm 1, after ``optimizer.step()``. A record if rewards were measured, else None."""
@@ -239,17 +210,17 @@ class DDS:
         self._mark()
         self.steps += 1
         self._since += 1
-        record = self._learn(turn) if turn.theta_prev else None
+        record = self._learn(turn) if turn.learning else None
         self.learner.hear_again()
         self._mark()
         if self.budget is not None:
             self.budget.ended(record is not None)
         return record
 
-    def _learn(self, turn: _Turn) -> StepRecord:
+    def _learn(self, turn: Turn) -> StepRecord:
         """The dev gradient at theta_t, the rewards of the batch, and psi's step by them."""
         since, self._since = self._since, 0
-        weights = torch.cat(turn.joint.own_weights())
+        weights = turn.weights()
         size = 1 / self.world.summed(weights.square().sum())
         if turn.derivative is None:
             if not self._warned:
@@ -274,9 +245,7 @@ class DDS:
             parts = [self._rewards(forward, turn.theta_prev) for forward in turn.forwards]
         r = torch.cat(parts)
 
-        finite = {
-            "loss": torch.stack([forward.losses.isfinite().all() for forward in turn.forwards]).all(),
-            "score": torch.stack([part.finite for part in turn.scored]).all(),
+        finite = turn.finite() | {
             "dev gradient": norm(d_theta).isfinite() & dev_loss.isfinite(),
             "reward": r.isfinite().all(),
         }
@@ -309,7 +278,7 @@ class DDS:
         if self._turn is None:
             return
         self._turn.stepped = True
-        if self._turn.theta_prev:
+        if self._turn.learning:
             theta = trainable(self._own)
             self._turn.derivative = (
                 optimizer_derivative(self.optimizer, theta, self._turn.theta_prev)

@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from ..parallel import World
 from ..parameters import LossFn, device_of, trainable
 from ..randomness import RandomStream
 from ..record import StepRecord
-from ..scorer import effective_sample_size
 
 
 def quantile(losses: Tensor, share: float) -> Tensor:
@@ -43,12 +42,15 @@ class Weighting(ABC):
         """Weighs the batch of a training forward."""
 
     def loss(self, batch: Any) -> Tensor:
-        """sum_i w_i l_i(theta_{t-1}): a scalar to call ``backward()`` on."""
+        """sum_i w_i l_i(theta_{t-1}): a scalar to call ``backward()`` on.
+
+        Of several processes each returns its part of the sum times their number, as their mean makes the gradient.
+        """
         losses, forward = training_forward(
             self.model, self.loss_fn, batch, who=type(self).__name__, again=self.sees_again, world=self.world
         )
         self._weighed = self._weigh(forward)
-        return (self._weighed.weights * losses).sum()
+        return (self._weighed.weights * losses).sum() * self.world.size
 
     def step(self) -> StepRecord:
         """Ends the training step, after ``optimizer.step()``."""
@@ -59,6 +61,11 @@ class Weighting(ABC):
         self.steps += 1
         self._skipped += ~torch.stack(list(record.finite.values())).all()
         return record
+
+    def _jointly(self, rule: Callable[[Tensor], Tensor], own: Tensor) -> Tensor:
+        """Of the weights that a rule gives the examples of all processes, those of this one's."""
+        sizes = self.world.sizes(len(own))
+        return rule(self.world.gathered(own, sizes))[sizes.place]
 
     @property
     def skipped(self) -> int:
@@ -74,9 +81,10 @@ class Weighting(ABC):
         dev_loss: Tensor | None = None,
     ) -> StepRecord:
         """Of these weights; or of uniform ones if any part of the step was not finite."""
-        good = torch.stack(list(finite.values())).all()
-        weights = torch.where(good, weights, 1 / len(weights)).detach()
-        size = effective_sample_size(weights).nan_to_num(posinf=0.0)  # no weight at all is no sample at all
+        good = self.world.agreed(torch.stack(list(finite.values())).all())
+        weights = torch.where(good, weights, 1 / self.world.sizes(len(weights)).total).detach()
+        squares = self.world.summed(weights.square().sum())
+        size = (1 / squares).nan_to_num(posinf=0.0)  # no weight at all is no sample at all
         return StepRecord(self.steps + 1, rewards, weights, size, dev_loss, finite)
 
     def state_dict(self) -> dict[str, Any]:
@@ -94,7 +102,8 @@ class DevWeighting(Weighting):
 
     def __init__(self, model: nn.Module, loss_fn: LossFn, dev_loader: Iterable[Any], seed: int | None):
         super().__init__(model, loss_fn)
-        self.stream = RandomStream(device_of(model), torch.initial_seed() if seed is None else seed)
+        seed = self.world.told(torch.initial_seed() % 2**63 if seed is None else seed)
+        self.stream = RandomStream(device_of(model), seed + self.world.rank)
         self.dev = DevBatches(dev_loader, self.stream)
 
     def state_dict(self) -> dict[str, Any]:

@@ -71,12 +71,13 @@ class BatchWeight(DevWeighting):
         dev_batch = self.dev.draw()
         with self.stream:
             dev_loss, d_theta = dev_gradient(
-                self.model,
+                forward.model,
                 self.loss_fn,
                 dev_batch,
-                trainable(self.model),
+                trainable(forward.model),
                 mode=self.dev_mode,
                 autocast=forward.autocast,
+                world=self.world,
             )
         r = forward.rewards(d_theta, estimator=self.reward, epsilon=self.epsilon)
         finite = {
@@ -84,4 +85,4 @@ class BatchWeight(DevWeighting):
             "dev gradient": norm(d_theta).isfinite() & dev_loss.isfinite(),
             "reward": r.isfinite().all(),
         }
-        return self._record(rectified_weights(r), finite, rewards=r, dev_loss=dev_loss)
+        return self._record(self._jointly(rectified_weights, r), finite, rewards=r, dev_loss=dev_loss)

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from ..errors import GradsieveError
 from ..forward import TrainingForward
 from ..optimizers import load_optimizer
+from ..parallel import unwrapped
 from ..parameters import LossFn, checked_losses, untouched
 from ..record import StepRecord
 from ..scorer import climb, default_optimizer
@@ -102,6 +103,7 @@ class MentorNet(DevWeighting):
         self.percentile, self.burn_in = percentile, burn_in
         with self.stream:
             self.scorer = Mentor(num_classes).to(self.stream.device)
+        self.world.alike(self.scorer)
         psi_optimizer = (mentor_optimizer or default_optimizer)(self.scorer)
         assert psi_optimizer is not None  # a mentor has parameters
         self.mentor_optimizer = psi_optimizer
@@ -109,14 +111,15 @@ class MentorNet(DevWeighting):
 
     def _weigh(self, forward: TrainingForward) -> StepRecord:
         labels, losses = _labels(forward.batch), forward.losses
-        self._level = level = next_level(self._level, losses, self.percentile)
+        sizes = self.world.sizes(len(losses))
+        self._level = level = next_level(self._level, self.world.gathered(losses, sizes), self.percentile)
         percent = min(99, 100 * self.steps // self.total_steps)
         finite = {"loss": losses.isfinite().all(), **self._learn(level, percent)}
         if self.steps < self.burn_in * self.total_steps:
-            return self._record(torch.full_like(losses, 1 / len(losses)), finite)
+            return self._record(torch.full_like(losses, 1 / sizes.total), finite)
         with torch.no_grad(), self._precision(autocast=False):
             scores = self.scorer(losses, level, labels, percent).to(losses.dtype)
-        return self._record(mentor_weights(scores), finite)
+        return self._record(self._jointly(mentor_weights, scores), finite)
 
     def _learn(self, level: Tensor, percent: int) -> dict[str, Tensor]:
         """One step of psi down the binary cross-entropy of "this label is right" on a dev batch."""
@@ -124,13 +127,16 @@ class MentorNet(DevWeighting):
         with self.stream:
             labels, right = half_wrong(_labels(batch), self.num_classes)
             batch = (batch[0], labels, *batch[2:])
-            with torch.no_grad(), untouched(self.model), self._precision(autocast=True):
-                losses = checked_losses(self.loss_fn(self.model, batch), batch, "loss_fn on a dev batch")
+            own = unwrapped(self.model)
+            with torch.no_grad(), untouched(own), self._precision(autocast=True):
+                losses = checked_losses(self.loss_fn(own, batch), batch, "loss_fn on a dev batch")
         with self._precision(autocast=False):
             scores = self.scorer(losses, level, labels, percent)
             error = F.binary_cross_entropy_with_logits(scores, right.to(scores.dtype))
-        good = losses.isfinite().all()
-        return {"dev loss": good, "mentor gradient": climb(self.mentor_optimizer, -error, good) | ~good}
+        error = error * (len(losses) / self.world.sizes(len(losses)).total)
+        good = self.world.agreed(losses.isfinite().all())
+        learned = climb(self.mentor_optimizer, -error, good, self.world)
+        return {"dev loss": good, "mentor gradient": learned | ~good}
 
     def _precision(self, *, autocast: bool) -> torch.autocast:
         """The user's autocast, or none; never its cache, where weights cast under no_grad would lack their graph."""

@@ -60,5 +60,6 @@ class SPCL(Weighting):
 
     def _weigh(self, forward: TrainingForward) -> StepRecord:
         share = pace(self.steps, self.full_at, self.start)
-        weights = self_paced_weights(self.difficulty(forward.batch, forward.losses), share)
+        difficulty = self.difficulty(forward.batch, forward.losses)
+        weights = self._jointly(lambda joint: self_paced_weights(joint, share), difficulty)
         return self._record(weights, {"loss": forward.losses.isfinite().all()})

@@ -16,9 +16,11 @@ from ..baselines import BatchWeight, Uniform
 from ..budget import FIRST
 from ..errors import GradsieveError
 from ..networks import like
+from ..parallel import unwrapped
 from ..randomness import random_state
 from ..reward import rewards
 from ..reweight import DDS
+from ..runs.team import Team
 from .subjects import Subject, loss_fn
 from .timing import Step
 
@@ -29,7 +31,7 @@ BATCHES = 4
 def _training(subject: Subject, device: torch.device, method: Callable[..., Any]) -> Step:
     """A training step by `method`, under the contract of all methods."""
     torch.manual_seed(0)
-    model = subject.model().to(device)
+    model = Team().wrapped(subject.model().to(device))
     optimizer = subject.optimizer(model.parameters())
     batches = [subject.batch(subject.batch_size, device) for _ in range(BATCHES)]
     dev = [subject.batch(subject.dev_batch_size, device) for _ in range(BATCHES)]
@@ -69,7 +71,7 @@ def dds_same_scorer(subject: Subject, device: torch.device) -> Step:
     return _training(
         subject,
         device,
-        lambda model, optimizer, dev: DDS(model, like(model), loss_fn, optimizer, dev, update_every=16),
+        lambda model, optimizer, dev: DDS(model, like(unwrapped(model)), loss_fn, optimizer, dev, update_every=16),
     )
 
 
@@ -78,7 +80,9 @@ def dds_every_step(subject: Subject, device: torch.device) -> Step:
     size = subject.batch_size
     dev = [subject.batch(size, device) for _ in range(BATCHES)]
     return _training(
-        subject, device, lambda model, optimizer, _: DDS(model, like(model), loss_fn, optimizer, dev, caution=0.0)
+        subject,
+        device,
+        lambda model, optimizer, _: DDS(model, like(unwrapped(model)), loss_fn, optimizer, dev, caution=0.0),
     )
 
 
@@ -179,6 +183,9 @@ def batchweight_higher(subject: Subject, device: torch.device) -> Step:
 
     return Step(step)
 
+
+TOGETHER = ("uniform", "dds", "dds-no-budget", "dds-same-scorer", "dds-every-step", "batchweight")
+"""Those that several processes can take steps of."""
 
 CONTENDERS: dict[str, Callable[[Subject, torch.device], Step]] = {
     "uniform": uniform,

@@ -14,8 +14,9 @@ from rich.table import Table
 
 from ..errors import GradsieveError
 from ..runs.checkpoint import save_json
-from .contenders import CONTENDERS
-from .subjects import SUBJECTS
+from ..runs.team import Team
+from .contenders import CONTENDERS, TOGETHER
+from .subjects import SUBJECTS, sized, subject_of
 from .timing import Step, breakdown, interleaved, peak_memory, ratio
 
 BASE = "uniform"
@@ -28,6 +29,9 @@ Makers = dict[str, Callable[[], Step]]
 @dataclass(frozen=True)
 class Row:
     model: str
+    batch_size: int | None
+    """None where batches are of words."""
+    processes: int
     method: str
     time_ratio: float
     """To a plain training step, median over rounds."""
@@ -38,45 +42,61 @@ class Row:
     """Share of the step's time."""
 
 
-def makers_of(model: str, device: torch.device) -> Makers:
+def makers_of(model: str, batch_size: int | None, device: torch.device) -> Makers:
     """What makes a step of each method on that model."""
     if model == TRANSLATION:
         from .translating import translation_steps
 
         return translation_steps(device)
-    return {method: partial(make, SUBJECTS[model], device) for method, make in CONTENDERS.items()}
+    subject = subject_of(model)
+    if subject is None:
+        raise GradsieveError(f"unknown model {model!r}; there are {', '.join(MODELS)}, and any wrn-DEPTH-WIDTH.")
+    usable = CONTENDERS if Team().size == 1 else {name: CONTENDERS[name] for name in TOGETHER}
+    return {method: partial(make, sized(subject, batch_size), device) for method, make in usable.items()}
 
 
 def bench(
     models: Sequence[str],
     methods: Sequence[str] | None,
     *,
+    batch_sizes: Sequence[int] = (),
     rounds: int,
     block: float,
     device: torch.device,
     console: Console,
     json: Path | None,
 ) -> list[Row]:
-    """Measures, prints a table for each model, and writes the rows."""
-    if unknown := [name for name in models if name not in MODELS]:
-        raise GradsieveError(f"unknown model {unknown[0]!r}; there are {', '.join(MODELS)}.")
-    makers = {model: makers_of(model, device) for model in models}
+    """Measures, prints a table for each model and batch size, and writes the rows."""
+    team = Team()
+    if team.size > 1 and TRANSLATION in models:
+        raise GradsieveError(f"several processes are measured on {', '.join(SUBJECTS)}, not on {TRANSLATION}.")
+    cases = [(m, size) for m in models for size in ((None,) if m == TRANSLATION else batch_sizes or (None,))]
+    makers = {case: makers_of(*case, device) for case in cases}
     known = list(dict.fromkeys(name for its in makers.values() for name in its))
     if unknown := [name for name in methods or () if name not in known]:
         raise GradsieveError(f"unknown method {unknown[0]!r}; these models have {', '.join(known)}.")
     rows: list[Row] = []
-    for model, its in makers.items():
+    for (model, size), its in makers.items():
         chosen = [name for name in its if methods is None or name in methods or name == BASE]
         left_out: dict[str, str] = {}
-        rows += _rows(model, {name: its[name] for name in chosen}, left_out, rounds, block, device)
-        _show(console, model, [row for row in rows if row.model == model], left_out)
-    if json is not None:
+        subject = None if model == TRANSLATION else subject_of(model)
+        batch = None if subject is None else sized(subject, size).batch_size
+        found = _rows((model, batch), {name: its[name] for name in chosen}, left_out, rounds, block, device)
+        if team.first:
+            _show(console, found, left_out)
+        rows += found
+    if json is not None and team.first:
         save_json(json, [asdict(row) for row in rows])
     return rows
 
 
 def _rows(
-    model: str, makers: Makers, left_out: dict[str, str], rounds: int, block: float, device: torch.device
+    case: tuple[str, int | None],
+    makers: Makers,
+    left_out: dict[str, str],
+    rounds: int,
+    block: float,
+    device: torch.device,
 ) -> list[Row]:
     steps, memory = {}, {}
     for name, make in makers.items():
@@ -98,7 +118,8 @@ def _rows(
         found = interleaved(steps, device, rounds=rounds, block=block, warm_up=2)
     return [
         Row(
-            model,
+            *case,
+            Team().size,
             name,
             ratio(times, found[BASE]),
             memory[name] / memory[BASE],
@@ -109,8 +130,11 @@ def _rows(
     ]
 
 
-def _show(console: Console, model: str, rows: list[Row], left_out: dict[str, str]) -> None:
-    table = Table(title=f"{model}: time and memory of a step, plain training = 1")
+def _show(console: Console, rows: list[Row], left_out: dict[str, str]) -> None:
+    first = rows[0]
+    title = first.model if first.batch_size is None else f"{first.model}, batch {first.batch_size}"
+    title += f" in each of {first.processes} processes" if first.processes > 1 else ""
+    table = Table(title=f"{title}: time and memory of a step, plain training = 1")
     for column in ("method", "time", "memory", "ms", "where the time goes"):
         table.add_column(column, justify="left" if column in ("method", "where the time goes") else "right")
     for row in rows:

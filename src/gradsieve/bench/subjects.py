@@ -1,7 +1,8 @@
 """What is trained in a benchmark: models of every kind, on random data of the right shape."""
 
+import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -61,6 +62,21 @@ def _wide(depth: int, width: int) -> nn.Module:
 
 _sgd = partial(SGD, lr=0.01, momentum=0.9, weight_decay=2e-4)
 _adam = partial(Adam, lr=1e-3)
+
+
+def subject_of(name: str) -> Subject | None:
+    """One of `SUBJECTS`, or a WideResNet of any depth and width: ``wrn-40-4``."""
+    if (found := re.fullmatch(r"wrn-(\d+)-(\d+)", name)) and (int(found[1]) - 4) % 6 == 0 < int(found[2]):
+        return Subject(partial(_wide, int(found[1]), int(found[2])), _sgd, _image, 128, 32)
+    return SUBJECTS.get(name)
+
+
+def sized(subject: Subject, batch_size: int | None) -> Subject:
+    """With batches of that size, and dev batches of a quarter of it."""
+    if batch_size is None:
+        return subject
+    return replace(subject, batch_size=batch_size, dev_batch_size=max(2, batch_size // 4))
+
 
 SUBJECTS = {
     "mlp": Subject(mlp, _adam, lambda size: torch.randn(size, 64), 128, 32),

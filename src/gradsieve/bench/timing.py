@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from ..runs.team import Team
+
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler speaks up at each start and stop
 
 PARTS = "gradsieve."
@@ -49,14 +51,15 @@ def interleaved(
 ) -> dict[str, list[float]]:
     """Seconds a step of each, round by round: within a round all take turns, so that all suffer the same neighbours.
 
-    In each turn as many steps are taken as fit in `block` seconds, in whole cycles and one of them at least.
+    In each turn as many steps are taken as fit in `block` seconds, in whole cycles and one of them at least. Several
+    processes take as many steps as the first one can.
     """
-    times = {}
+    times, team = {}, Team()
     for name, step in steps.items():
         for _ in range(warm_up):
             step()
-        cycle = step.period()
-        times[name] = cycle * max(1, math.floor(block / max(1e-9, seconds(step, 1, device)) / cycle))
+        cycle, one = step.period(), max(1e-9, seconds(step, 1, device))
+        times[name] = team.told(cycle * max(1, math.floor(block / one / cycle)))
     found: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(rounds):
         order = list(steps) if number % 2 == 0 else list(steps)[::-1]

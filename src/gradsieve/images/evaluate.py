@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..randomness import seeded
+from ..runs.team import Team
 from .augment import normalized, pad_crop_flip
 from .data import ImageSet, Splits
 from .recipe import ImageRecipe
@@ -33,7 +34,8 @@ class Preparation:
         images = self.evaluation(pixels, step)
         if not self.augmented:
             return images
-        cropped = pad_crop_flip(images, generator=seeded(self.seed, "augment", step, device=self.device))
+        generator = seeded(self.seed, "augment", step, *Team().own, device=self.device)
+        cropped = pad_crop_flip(images, generator=generator)
         return cropped.contiguous(memory_format=self.format)
 
 

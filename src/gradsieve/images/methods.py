@@ -13,6 +13,7 @@ from torch.optim import Adam, Optimizer
 from ..baselines import SPCL, BatchWeight, MentorNet, Uniform
 from ..errors import GradsieveError
 from ..networks import ConvScorer, MLPScorer, SignalScorer, like
+from ..parallel import unwrapped
 from ..parameters import LossFn, device_of
 from ..randomness import RandomStream
 from ..record import StepRecord
@@ -140,7 +141,7 @@ def training_weights(method: str, splits: Splits) -> Tensor | None:
 
 
 def build_scorer(bench: Bench) -> nn.Module:
-    return make_scorer(bench.recipe.scorer, bench.model, bench.shape, bench.num_classes, bench.seed)
+    return make_scorer(bench.recipe.scorer, unwrapped(bench.model), bench.shape, bench.num_classes, bench.seed)
 
 
 def make_scorer(

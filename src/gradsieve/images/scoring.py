@@ -138,6 +138,11 @@ class TrainedScorer:
 
 def score_set(trained: TrainedScorer, images: ImageSet, loss_fn: LossFn, on_rows: OnRows) -> Tensor:
     """A score for each image, (N,) float32 on the CPU. What is held at once is a batch, and a few numbers a row."""
+    return scores_by(trained, told_of(trained, images, loss_fn, on_rows))
+
+
+def told_of(trained: TrainedScorer, images: ImageSet, loss_fn: LossFn, on_rows: OnRows) -> dict[str, Tensor]:
+    """The signals of each image that the scorer asks for; of a scorer that asks for none, its scores; (N,) each."""
     count, done = len(images), 0
     columns = {name: torch.empty(count) for name in trained.signals or ("score",)}
     with RandomStream(trained.device, 0), untouched(trained.model, training=False):
@@ -148,9 +153,16 @@ def score_set(trained: TrainedScorer, images: ImageSet, loss_fn: LossFn, on_rows
                 column[done : done + len(batch[1])] = found[name].cpu()
             done += len(batch[1])
             on_rows(done, count)
-    scores = _scored_together(trained, columns) if trained.signals else columns["score"]
+    return columns
+
+
+def scores_by(trained: TrainedScorer, told: dict[str, Tensor]) -> Tensor:
+    """A score for each row of what `told_of` gave, (N,)."""
+    scores = _scored_together(trained, told) if trained.signals else told["score"]
     if bad := int((~scores.isfinite()).sum()):
-        raise GradsieveError(f"{bad:,} of {count:,} scores are not finite: the training of {trained.run} went astray.")
+        raise GradsieveError(
+            f"{bad:,} of {len(scores):,} scores are not finite: the training of {trained.run} went astray."
+        )
     return scores
 
 

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 from ..errors import GradsieveError
 from ..parameters import to_device
 from ..randomness import seeded
+from ..runs.team import ALONE, Team
 from .data import ImageSet
 
 Batch = tuple[Tensor, ...]
@@ -23,11 +24,11 @@ SHARDS_AT_ONCE = 16
 class Shuffled(Dataset[Batch]):
     """Item t is the training batch of step t: pass after pass over the set, each in an order of its own.
 
-    A pass leaves out the few examples that do not fill a batch; they come in another one.
+    A pass leaves out the few examples that do not fill a batch; they come in another one. Each of a team gets its part.
     """
 
-    def __init__(self, images: ImageSet, batch_size: int, *seed: object):
-        self.images, self.seed = images, seed
+    def __init__(self, images: ImageSet, batch_size: int, *seed: object, team: Team = ALONE):
+        self.images, self.seed, self.team = images, seed, team
         self.batch_size = min(batch_size, len(images))
         self.per_pass = len(images) // self.batch_size
         self._pass: tuple[int, Tensor] = (-1, torch.empty(0))
@@ -36,8 +37,8 @@ class Shuffled(Dataset[Batch]):
         number, place = divmod(step, self.per_pass)
         if self._pass[0] != number:
             self._pass = number, self._order(number)
-        index = self._pass[1][place * self.batch_size : (place + 1) * self.batch_size]
-        return self.images.read(index, seeded(*self.seed, "view", step))
+        index = self.team.part(self._pass[1][place * self.batch_size : (place + 1) * self.batch_size])
+        return self.images.read(index, seeded(*self.seed, "view", step, *self.team.own))
 
     def _order(self, number: int) -> Tensor:
         generator = seeded(*self.seed, "order", number)

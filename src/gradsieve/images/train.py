@@ -20,6 +20,8 @@ from ..runs.directory import RunDirectory
 from ..runs.journal import Journal
 from ..runs.progress import Progress
 from ..runs.signature import environment, signature
+from ..runs.team import Team
+from ..runs.timing import Times
 from .data import ImageSet, Splits
 from .evaluate import EVALUATION_BATCH, Preparation, evaluate
 from .examples import describe, look, save_examples
@@ -77,8 +79,11 @@ class SetUp:
         self.recipe, self.method, self.splits, self.seed, self.device = recipe, method, splits, seed, device
         self.examples = training_set(method, splits)
         self.prepare = prepare = Preparation(recipe, splits, seed, device)
-        train_batches = Shuffled(self.examples, recipe.batch_size, seed, "train")
-        dev_batches = Shuffled(splits.dev, recipe.dev_batch_size, seed, "dev")
+        team = Team()
+        train_batches = Shuffled(self.examples, recipe.batch_size, seed, "train", team=team)
+        dev_batches = Shuffled(splits.dev, recipe.dev_batch_size, seed, "dev", team=team)
+        team.check_divides(train_batches.batch_size, "batch_size")
+        team.check_divides(dev_batches.batch_size, "dev_batch_size, or the whole dev set,")
         weights = training_weights(method, splits)
         self.stream = Stream(train_batches, prepare.training, device, recipe.data.workers, weights)
         dev = Stream(dev_batches, prepare.evaluation, device, recipe.data.workers)
@@ -93,10 +98,11 @@ class SetUp:
         self.optimizer = build_optimizer(recipe.optimizer, model)
         self.schedule = LambdaLR(self.optimizer, lambda t: learning_rate_factor(t, recipe.steps, recipe.optimizer))
         self.average = moving_average(model, recipe.optimizer.average)
-        bench = Bench(recipe, model, cross_entropy, self.optimizer, dev, shape, splits.num_classes, seed)
-        self.way = METHODS[method](bench)
         if recipe.model.compile:
             model.compile()
+        bench = Bench(recipe, team.wrapped(model), cross_entropy, self.optimizer, dev, shape, splits.num_classes, seed)
+        self.way = METHODS[method](bench)
+        team.reseed(seed)
         self.low = torch.autocast(device.type, torch.bfloat16, enabled=recipe.model.precision == "bf16")
         self.evaluated: nn.Module = model if self.average is None else self.average.module
 
@@ -155,11 +161,12 @@ def _trained(setup: SetUp, run: RunDirectory, progress: Progress) -> dict[str, A
         evaluate_dev=lambda: setup.evaluate(setup.splits.dev),
         evaluate_more=setup.evaluate_holdout,
         num_examples=len(setup.examples),
-        on_checkpoint=lambda: save_examples(run, setup.splits, setup.examples, damaged),
+        on_checkpoint=lambda: save_examples(run, setup.splits, setup.examples, damaged) if run.team.first else None,
         device=setup.device,
         progress=progress,
     )
-    describe(run, setup.splits, setup.examples)
+    if run.team.first:
+        describe(run, setup.splits, setup.examples)
     step = journal.begin(f"{setup.method}, seed {setup.seed}")
     batches, times = iter(setup.stream), journal.times
     while step < recipe.steps:
@@ -179,13 +186,19 @@ def _trained(setup: SetUp, run: RunDirectory, progress: Progress) -> dict[str, A
         step += 1
         journal.after_step(step, loss, record, index=batch[2])
 
+    if run.team.first:
+        _write_down(setup, run, times, damaged)
+    return journal.result(lambda which: setup.evaluate(setup.splits.test)) | {"skipped": getattr(way, "skipped", 0)}
+
+
+def _write_down(setup: SetUp, run: RunDirectory, times: Times, damaged: Tensor | None) -> None:
+    """What the run knows of its examples, and the scorer for use elsewhere."""
     with times.around("records"):
         save_examples(run, setup.splits, setup.examples, damaged, setup.look())
-    if (scorer := getattr(way, "scorer", None)) is not None:
+    if (scorer := getattr(setup.way, "scorer", None)) is not None:
         save_scorer(run, scorer, setup.splits, setup.shape, setup.direction())
     if setup.splits.damaged is not None:
         run.save_tensors("damaged", {"damaged": setup.splits.damaged})
-    return journal.result(lambda which: setup.evaluate(setup.splits.test)) | {"skipped": getattr(way, "skipped", 0)}
 
 
 def cross_entropy(model: nn.Module, batch: Any) -> Tensor:

@@ -7,8 +7,9 @@ import torch
 from .. import __version__
 from ..errors import GradsieveError
 from ..runs.checkpoint import OTHER_OUT
+from .parts import Parts
 from .scores import best, write_kept, write_scores
-from .scoring import OnRows, TrainedScorer, score_set
+from .scoring import OnRows, TrainedScorer, scores_by, told_of
 from .sets import set_to_score
 from .train import cross_entropy
 
@@ -23,7 +24,10 @@ def score_run(
     device: torch.device,
     on_rows: OnRows = lambda done, total: None,
 ) -> list[str]:
-    """Writes the scores, and with `keep` the ids of the best share beside them; returns what to tell the user."""
+    """Writes the scores, and with `keep` the ids of the best share beside them; returns what to tell the user.
+
+    Of several processes each measures its share, and the first one writes.
+    """
     if out.suffix != ".parquet":
         raise GradsieveError(f"--out {out} must be a file that ends in .parquet.")
     if keep is not None and not 0 < keep <= 1:
@@ -34,9 +38,14 @@ def score_run(
         raise GradsieveError(f"cannot write {out} ({error.strerror}). {OTHER_OUT}") from error
     trained = TrainedScorer(run, device)
     images = set_to_score(trained, data, split)
-    scores = score_set(trained, images, cross_entropy, on_rows)
+    parts = Parts(out, trained, images)
+    told = parts.measure(lambda some, rows: told_of(trained, some, cross_entropy, rows), on_rows)
+    if told is None:  # the first process goes on
+        return []
+    scores = scores_by(trained, told)
     origin = {"version": __version__, "run": str(run), "scorer": trained.recipe.scorer.kind, "split": split}
     write_scores(out, images, scores, origin)
+    parts.remove()
     low, high = scores.aminmax()
     lines = [f"{len(images):,} scores from {float(low):.3g} to {float(high):.3g} are in {out}"]
     if keep is not None:

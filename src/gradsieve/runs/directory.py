@@ -25,6 +25,7 @@ from torch import Tensor
 from ..errors import GradsieveError
 from .checkpoint import as_json, load_checkpoint, load_json, save_checkpoint, save_json, save_tensors, written_whole
 from .recipe import Recipe, differences, with_a_say
+from .team import Team
 
 KEPT = 2
 """Checkpoints that stay."""
@@ -34,6 +35,8 @@ ANOTHER = "Give another --out."
 class RunDirectory:
     """Everything that a run leaves behind. Whatever is written is written whole or not at all.
 
+    Of several processes the first one writes; the others may call everything, and read.
+
     Args:
         path: the folder.
         data: checksum of the data.
@@ -41,7 +44,7 @@ class RunDirectory:
     """
 
     def __init__(self, path: Path, recipe: Recipe, method: str, seed: int, data: str, *, resume: bool):
-        self.path, self.metrics = path, path / "metrics.jsonl"
+        self.path, self.metrics, self.team = path, path / "metrics.jsonl", Team()
         self._settings = {"recipe": recipe.model_dump(mode="json"), "method": method, "seed": seed, "data": data}
         if path.exists() and not path.is_dir():
             raise GradsieveError(f"{path} is a file. Give a folder as --out.")
@@ -64,7 +67,11 @@ class RunDirectory:
 
     @contextmanager
     def opened(self, environment: Mapping[str, Any]) -> Iterator[None]:
-        """Inside, the run may write; no other process may. To be entered once nothing is left to be refused."""
+        """Inside, the run may write; no other run may. To be entered once nothing is left to be refused."""
+        self.team.wait()  # all have looked at what was there
+        if not self.team.first:
+            yield
+            return
         with _locked(self.path):
             save_json(self.path / "recipe.json", self._settings)
             if not self._begun or not (self.path / "environment.json").exists():
@@ -73,6 +80,8 @@ class RunDirectory:
 
     def log(self, record: Mapping[str, Any]) -> None:
         """One line of metrics.jsonl; it has a "step"."""
+        if not self.team.first:
+            return
         try:
             with self.metrics.open("a") as file:
                 file.write(as_json(record) + "\n")
@@ -83,16 +92,20 @@ class RunDirectory:
 
     def save_tensors(self, name: str, tensors: Mapping[str, Tensor]) -> None:
         """The file ``name.safetensors``, for instance ``final/model``."""
-        save_tensors(self.path / f"{name}.safetensors", tensors)
+        if self.team.first:
+            save_tensors(self.path / f"{name}.safetensors", tensors)
 
     def save_scores(self, step: int, weights: Tensor) -> None:
         self.save_tensors(f"scores/{numbered(step)}", {"weights": weights.half()})
 
     def save_times(self, times: Mapping[str, Any]) -> None:
         """Seconds of training, of what is done around its steps, and of the parts of those steps that were timed."""
-        save_json(self.path / "time.json", times)
+        if self.team.first:
+            save_json(self.path / "time.json", times)
 
     def save_checkpoint(self, step: int, state: Mapping[str, Any]) -> None:
+        if not self.team.first:
+            return
         save_checkpoint(self.path / "checkpoints" / numbered(step), {"step": step, "state": state})
         for old in self._checkpoints()[:-KEPT]:
             shutil.rmtree(old, ignore_errors=True)
@@ -101,8 +114,8 @@ class RunDirectory:
         """Step and state of the latest checkpoint that can be read; what the run wrote after it is forgotten."""
         if not self._begun:
             return None
-        for broken in (self.path / "checkpoints").glob(".step-*"):  # a kill in the midst of writing
-            shutil.rmtree(broken, ignore_errors=True)
+        for broken in (self.path / "checkpoints").glob(".step-*") if self.team.first else ():
+            shutil.rmtree(broken, ignore_errors=True)  # a kill in the midst of writing
         folders = self._checkpoints()
         reasons = []
         for folder in reversed(folders):
@@ -113,6 +126,7 @@ class RunDirectory:
                 reasons.append(f"{folder.name}: {error}")
                 continue
             self._forget_after(step)
+            self.team.wait()
             return step, state
         if folders:
             raise GradsieveError(
@@ -123,12 +137,16 @@ class RunDirectory:
 
     def finish(self, result: Mapping[str, Any]) -> None:
         """Writes result.json, the sign that the run has ended."""
-        save_json(self.path / "result.json", result)
+        if self.team.first:
+            save_json(self.path / "result.json", result)
+        self.team.wait()
 
     def _checkpoints(self) -> list[Path]:
         return sorted((self.path / "checkpoints").glob("step-*"))
 
     def _forget_after(self, step: int) -> None:
+        if not self.team.first:
+            return
         for file in (self.path / "scores").glob("step-*.safetensors"):
             if file.stem > numbered(step):
                 file.unlink()

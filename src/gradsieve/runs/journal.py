@@ -104,7 +104,9 @@ class Journal:
 
         `index` tells which examples the weights of a StepRecord are for; `figures` gives more for the log.
         """
+        team, record = self.run.team, self.run.team.joint(record)
         if isinstance(record, StepRecord) and index is not None:
+            index = team.gathered(index)
             self.latest[index] = (record.weights * len(record.weights)).half()
             self.share += record.effective_sample_size / len(record.weights)
             self.updates += 1
@@ -118,7 +120,7 @@ class Journal:
         )
         log, scores, evaluate, checkpoint = (step % every == 0 or step == recipe.steps for every in moments)
         if log or isinstance(record, GroupRecord):  # which come seldom
-            line = {"step": step, "loss": loss.item()}
+            line = {"step": step, "loss": team.summed(loss).item() / team.size}
             self._log(line | (record.to_dict() if record is not None else {}) | dict(figures()))
             if isinstance(record, StepRecord) and self.updates:
                 self.progress.weigh(record, self.latest)
@@ -144,7 +146,12 @@ class Journal:
         self.clock = time.perf_counter()
 
     def result(self, evaluate_test: Callable[[str], Metrics]) -> dict[str, Any]:
-        """What is measured on test, once, after training: the "last" parameters, and the "best", which dev chose."""
+        """What is measured on test, once, after training: the "last" parameters, and the "best", which dev chose.
+
+        Of several processes the first one measures.
+        """
+        if not self.run.team.first:
+            return self.run.team.told(None)
         self.run.save_tensors("final/model", self.evaluated.state_dict())
         with self.times.around("test"):
             last = evaluate_test("last")
@@ -162,7 +169,7 @@ class Journal:
         }
         if len(self.latest):
             found["effective_share"] = (self.share / self.updates).item() if self.updates else 1.0
-        return found
+        return self.run.team.told(found)
 
     def _log(self, record: Mapping[str, Any]) -> None:
         self.run.log(record)
@@ -186,7 +193,7 @@ class Journal:
         state["times"] = self.times.state_dict()
         self.run.save_checkpoint(step, own | state | {"random": random_state(self.device)})
         for file in self._best_file().parent.glob("step-*"):  # what an older checkpoint called the best
-            if file != self._best_file():
+            if file != self._best_file() and self.run.team.first:
                 file.unlink()
 
     def _best_file(self) -> Path:
@@ -207,3 +214,4 @@ class Journal:
         if not self._best_file().is_file():  # only an older checkpoint could be read: dev chooses anew
             self.best = nothing
         set_random_state(self.device, state["random"])
+        self.run.team.reseed(self.updates, int(1000 * self.seconds))

@@ -18,6 +18,7 @@ from ..baselines.tcs import (
 )
 from ..gradients import Gradients
 from ..networks import GroupScorer
+from ..parallel import World
 from ..randomness import seeded
 from ..record import GroupRecord
 from ..resample import GroupDDS
@@ -111,7 +112,7 @@ class Learned(GroupDDS):
 
     def __init__(self, weighing: Uniform, *arguments: Any, **settings: Any):
         super().__init__(*arguments, **settings)
-        self.weighing = weighing
+        self.weighing, self.world = weighing, World(together=True)
 
     def times(self, available: Tensor) -> Tensor:
         return torch.ones(len(available), dtype=torch.long)

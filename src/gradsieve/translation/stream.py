@@ -15,6 +15,7 @@ from torch import Tensor
 from ..errors import GradsieveError
 from ..parameters import to_device
 from ..randomness import seeded
+from ..runs.team import Team
 from .corpus import MultiWay
 from .ragged import BOS, Ragged, cut_by_words, padded
 from .translator import TranslationBatch, translation_batch
@@ -75,10 +76,15 @@ class Stream:
         self._pass: tuple[int, Tensor] = (-1, self.items)
 
     def __iter__(self) -> Iterator[list[Slice]]:
+        team = Team()
         while True:
-            while not self._ready:
-                self._fill()
-            yield self._slices(self._ready.pop())
+            batches = [self._next() for _ in range(team.size)]  # all draw alike, and each takes its own
+            yield self._slices(batches[team.rank])
+
+    def _next(self) -> Tensor:
+        while not self._ready:
+            self._fill()
+        return self._ready.pop()
 
     def _fill(self) -> None:
         """Draws a pool and cuts what there is into batches."""

@@ -13,6 +13,7 @@ from ..runs.directory import RunDirectory
 from ..runs.journal import Journal, Metrics
 from ..runs.progress import Progress
 from ..runs.signature import environment, signature
+from ..runs.team import Team
 from .evaluate import perplexity, translate
 from .load import Text, load_text
 from .methods import METHODS, Bench
@@ -49,8 +50,9 @@ def train(
     with run.opened(environment(device) | {"signature": signed}):
         for note in text.notes:
             progress.note(note)
-        text.vocabulary.save(out / "vocabulary")
-        _describe(out / "languages.json", text)
+        if run.team.first:
+            text.vocabulary.save(out / "vocabulary")
+            _describe(out / "languages.json", text)
         result: dict[str, Any] = {"recipe": recipe.name, "method": method, "seed": seed}
         result |= _trained(setup, run, progress)
         result |= {"signature": signed | {"metrics": setup.signatures}}
@@ -75,6 +77,8 @@ class SetUp:
         corpus = text.corpus
         bench = Bench(recipe, self.model, corpus.available, text.target, text.related, text.similarities, seed)
         self.way = METHODS[method](bench)
+        self.team = Team()
+        self.team.reseed(seed)
         self.stream = Stream(
             corpus,
             self.way,
@@ -161,6 +165,7 @@ def _trained(setup: SetUp, run: RunDirectory, progress: Progress) -> dict[str, A
                 accumulate(parameters, gradients, part)
             losses.append(loss.detach() * part.share)
         with times.part("update"):
+            setup.team.average([p.grad for p in parameters if p.grad is not None])
             nn.utils.clip_grad_norm_(parameters, recipe.optimizer.clip)
             optimizer.step()
         with times.part("method"):
@@ -171,10 +176,10 @@ def _trained(setup: SetUp, run: RunDirectory, progress: Progress) -> dict[str, A
     if (scorer := getattr(way, "scorer", None)) is not None:
         run.save_tensors("final/scorer", scorer.state_dict())
     folder = run.path / "translations"
-    for name, side in (("source", 0), ("reference", 1)):
+    for name, side in (("source", 0), ("reference", 1)) if run.team.first else ():
         write_lines(folder / f"test.{name}", [pair[side] for pair in setup.text.test])
     result = journal.result(lambda which: setup.evaluate_test(folder, which))
-    if result["best_step"] == recipe.steps:
+    if result["best_step"] == recipe.steps and run.team.first:
         shutil.copyfile(folder / "test.last", folder / "test.best")
     return result | {"skipped": getattr(way, "skipped", 0)}
 
