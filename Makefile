@@ -14,7 +14,7 @@ test: setup lint browser
 
 # The documentation site, into site/: open site/index.html.
 docs: setup
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # The tests of the report open it in Chromium; where apt cannot bring that, they are skipped.
 browser:

@@ -248,7 +248,13 @@ def write_images(file: Path, rows: int) -> None:
     parquet.write_table(pyarrow.table(table), file)
 
 
-COLLECTIVES = ("all_reduce", "all_gather_single", "reduce_scatter_single", "broadcast")
+COLLECTIVES = {
+    "all_reduce": "all-reduce",
+    "broadcast": "broadcast",
+    "all_gather": "all-gather",
+    "all_gather_single": "all-gather",
+    "reduce_scatter_single": "reduce-scatter",
+}
 
 
 def network(steps: int = 16) -> None:
@@ -259,7 +265,7 @@ def network(steps: int = 16) -> None:
     def counted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def collective(*arguments: Any, **more: Any) -> Any:
             both = "gather" in name or "scatter" in name  # (output, input)
-            sent[name] += (more["input"] if "input" in more else arguments[1 if both else 0]).nbytes
+            sent[COLLECTIVES[name]] += (more["input"] if "input" in more else arguments[1 if both else 0]).nbytes
             return call(*arguments, **more)
 
         return collective

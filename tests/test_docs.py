@@ -24,6 +24,9 @@ PAGES = sorted(DOCS.rglob("*.md"))
 DOCUMENTS = [*PAGES, *(ROOT / name for name in ("README.md", "RESULTS.md", "CONTRIBUTING.md"))]
 PACKAGES = ("mkdocs", "material", "mkdocstrings", "mkdocstrings_handlers.python", "latex2mathml")
 
+OPTIONAL = ("accelerate", "lightning", "transformers")
+"""Packages that a page may be about and that need not be here."""
+
 
 def name_of(document: Path) -> str:
     return str(document.relative_to(ROOT))
@@ -139,7 +142,12 @@ def test_snippets_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for snippet in snippets(page):
         if snippet.language == "python":
             code = compile(snippet.text, name_of(page), "exec")
-            exec(code, {"__name__": "__main__"} if snippet.title else namespace)
+            try:
+                exec(code, {"__name__": "__main__"} if snippet.title else namespace)
+            except ModuleNotFoundError as error:
+                if error.name not in OPTIONAL:
+                    raise
+                pytest.skip(f"{error.name} is not installed")
 
 
 def commands(snippet: Snippet) -> Iterator[list[str]]:
@@ -194,6 +202,10 @@ def check_torchrun(arguments: list[str]) -> None:
     from torch.distributed.run import get_args_parser
 
     given = get_args_parser().parse_args(arguments)
+    if given.module:
+        assert given.training_script == "gradsieve"
+        check_gradsieve(given.training_script_args)
+        return
     titles = {snippet.title for page in PAGES for snippet in snippets(page)}
     assert given.training_script in titles or (ROOT / given.training_script).is_file()
 
