@@ -4,13 +4,17 @@ BIN := .venv/bin
 
 APT := apt-get --quiet --yes --no-install-recommends -o Acquire::Retries=0 -o Acquire::http::Timeout=10
 
-.PHONY: setup demo test browser screenshot lint clean
+.PHONY: setup demo test docs browser screenshot lint clean
 
 demo: setup
 	$(BIN)/gradsieve demo --out runs/demo
 
 test: setup lint browser
 	$(BIN)/pytest -q
+
+# The documentation site, into site/: open site/index.html.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # The tests of the report open it in Chromium; where apt cannot bring that, they are skipped.
 browser:
@@ -32,8 +36,8 @@ setup: .venv/.done
 .venv/.done: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt "pip>=25.1"
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[images,translation,report,tensorboard,bench,hf,lightning]" --group dev
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[images,translation,report,tensorboard,bench,hf,lightning]" --group dev --group docs
 	@touch $@
 
 clean:
-	rm -rf .venv runs
+	rm -rf .venv runs site

@@ -73,11 +73,11 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 def wrapped(model: nn.Module, how: str) -> nn.Module:
     if how == "ddp":
         return DistributedDataParallel(model)
-    if how == "fsdp":
+    if how in ("fsdp", "fsdp, root only"):
         from torch.distributed.fsdp import fully_shard
 
         for layer in model:  # type: ignore[attr-defined]
-            if isinstance(layer, nn.Linear):
+            if isinstance(layer, nn.Linear) and how == "fsdp":
                 fully_shard(layer)
         fully_shard(model)
     return model
@@ -194,6 +194,7 @@ def work(rank: int, folder: Path) -> None:
             found[f"{how}, groups"] = mixed(how)
             found[f"{how}, budget"] = budgeted(how)
             found[f"{how}, resumed"] = resumed(how)
+        found["root only"] = trained("fsdp, root only", **CASES["signals"], micro=1)
         found["baselines"] = {name: weighed("ddp", name) for name in BASELINES}
         found["ragged"] = ragged()
         found["refusals"] = refusals()
@@ -341,6 +342,10 @@ class TestTogether:
             its = found[f"{how}, micro-batches"]
             for name in ("model", "scorer"):
                 assert_alike(its[name], expected[name])
+
+    def test_a_root_that_keeps_its_parameters_whole(self, together: list[dict[str, Any]]) -> None:
+        for found in together:
+            assert_alike(found["root only"], trained("alone", **CASES["signals"]))
 
     @pytest.mark.parametrize("how", ["ddp", "fsdp"])
     def test_groups(self, how: str, together: list[dict[str, Any]]) -> None:

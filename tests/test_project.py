@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
+from snippets import snippets, stand_ins
 
 import gradsieve
 
@@ -97,32 +97,14 @@ def test_dds_changes_at_most_five_lines_of_a_loop() -> None:
     assert accuracies["with DDS"] > accuracies["plain"]
 
 
-def snippets(document: str) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", (ROOT / document).read_text(), re.DOTALL)
-
-
 def test_the_readmes_snippets_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one namespace, one after the other, on stand-ins for what the reader has."""
     monkeypatch.chdir(tmp_path)
-    from torch.nn import functional as F
-    from torch.utils.data import DataLoader, TensorDataset
-
-    x, y = torch.randn(64, 8), torch.randint(3, (64,))
-    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3))
-    train_set = TensorDataset(x, y)
-    namespace = {
-        "torch": torch,
-        "model": model,
-        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
-        "loss_fn": lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], reduction="none"),
-        "train_set": train_set,
-        "train_loader": DataLoader(train_set, 16),
-        "dev_loader": DataLoader(TensorDataset(x, y), 16),
-    }
-    found = snippets("README.md")
+    namespace = stand_ins()
+    found = [snippet for snippet in snippets(ROOT / "README.md") if snippet.language == "python"]
     assert len(found) >= 3
     for snippet in found:
-        exec(compile(snippet, "README.md", "exec"), namespace)
+        exec(compile(snippet.text, "README.md", "exec"), namespace)
 
 
 def test_the_paper_map_names_things_that_exist() -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import check
-from .parallel import World, unwrapped
+from .parallel import World, reshard, unwrapped
 from .parameters import Direction, LossFn, checked_losses, device_of, full_precision, snapshot
 from .randomness import RandomState, random_state
 from .reward import EPSILON, Theta, rewards
@@ -65,6 +65,8 @@ def training_forward(
     own, device = unwrapped(model), device_of(model)
     state, buffers = random_state(device), snapshot(dict(own.named_buffers())) if again else {}
     losses = checked_losses(loss_fn(model, batch), batch)  # (B,)
+    if world.sharded:  # FSDP2 leaves the root's parameters whole after the pass
+        reshard(own)
     check(losses.requires_grad, "the losses carry no gradient; loss_fn must not detach or run under no_grad.")
     autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
     return losses, TrainingForward(own, world, loss_fn, batch, losses.detach(), state, buffers, autocast)

@@ -72,7 +72,8 @@ class GroupDDS:
         projection: length of a random projection of the gradients instead of them; see `GradientStore`.
         generator: random numbers for draws and for psi's batches; by default its own, seeded by torch's initial seed.
         model: what is trained, if several processes train it (DistributedDataParallel, FSDP2). Each then draws K items,
-            the gradients that they observe count together, and the first process's scorer is everybody's.
+            the gradients that they observe count together, and the first process's scorer is everybody's. With the same
+            generator everywhere they draw the same groups, as they must if gradients are synchronised before `observe`.
 
     The scorer stays on the CPU, where items are drawn; gradients stay on their device, and only an update waits for it.
     """
@@ -102,9 +103,10 @@ class GroupDDS:
         check(updates >= 0, f"updates must be 0 or more, not {updates}.")
         check(batch_size >= 1, f"batch_size must be at least 1, not {batch_size}.")
         check(psi_gradient in PSI_GRADIENTS, f"psi_gradient must be one of {PSI_GRADIENTS}, not {psi_gradient!r}.")
-        self.generator = generator or torch.Generator().manual_seed(torch.initial_seed())
-        self.scorer = GroupScorer(num_groups, generator=self.generator) if scorer is None else scorer
         self.world = World(model)
+        seed = self.world.told(torch.initial_seed() % 2**63)  # processes that draw alike train on the same group
+        self.generator = generator or torch.Generator().manual_seed(seed)
+        self.scorer = GroupScorer(num_groups, generator=self.generator) if scorer is None else scorer
         self.world.alike(self.scorer)
         self.scorer_optimizer = scorer_optimizer or Adam(self.scorer.parameters(), lr=1e-4)
         self.num_groups, self.target_group = num_groups, target_group
