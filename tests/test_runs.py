@@ -490,6 +490,18 @@ class TestRuns:
         assert results[0] == pytest.approx(results[1], rel=1e-3)
 
 
+def test_a_run_of_an_older_version_goes_on(tmp_path: Path) -> None:
+    """Settings that did not exist then are at their defaults; whatever it had must be the same."""
+    run(tmp_path / "run", "dds")
+    file = tmp_path / "run/recipe.json"
+    settings = json.loads(file.read_text())
+    del settings["recipe"]["dds"]["replay"]
+    file.write_text(json.dumps(settings))
+    assert run(tmp_path / "run", "dds", resume=True)["method"] == "dds"
+    with pytest.raises(GradsieveError, match=r"recipe\.dds\.replay was 0 and is 4"):
+        run(tmp_path / "run", "dds", "dds.replay=4", resume=True)
+
+
 def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "gradsieve", *arguments]
 

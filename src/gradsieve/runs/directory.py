@@ -16,10 +16,11 @@
 import json
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
 from torch import Tensor
 
 from ..errors import GradsieveError
@@ -54,6 +55,8 @@ class RunDirectory:
         if self._begun and not resume:
             raise GradsieveError(f"{path} holds a run already. Go on with it by --resume, or give another --out.")
         found = load_json(path / "recipe.json", ANOTHER) if self._begun else self._settings
+        with suppress(KeyError, ValidationError):  # a setting that an older version did not have is at its default
+            found = found | {"recipe": type(recipe).model_validate(found["recipe"]).model_dump(mode="json")}
         if changed := differences(with_a_say(found), with_a_say(self._settings)):
             raise GradsieveError(
                 f"{path} holds another run: {'; '.join(changed)}. Resume with the same settings, or give another --out."
