@@ -16,6 +16,9 @@ PRIME = re.compile(r"<msup>(<mi>\w</mi>)<m[io]>&#x0*2032;</m[io]></msup>")
 """A superscript prime is raised twice where there is no font made for mathematics."""
 CELL = re.compile(r"<td[^>]*>.*?</td>", re.DOTALL)
 CODE = re.compile(r"<code>[^<]*</code>")
+ROOT = Path(__file__).parents[1]
+INCLUDED = re.compile(r'^--8<-- "(\w+\.md)"$', re.MULTILINE)
+"""A document of the project's root, whose links into docs/ are then links beside it."""
 COMMANDS = "<!-- commands -->"
 """Where the help of all subcommands goes."""
 WIDE = ("paper_map.md", "results.md")
@@ -25,6 +28,7 @@ WIDE = ("paper_map.md", "results.md")
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     if page.file.src_uri in WIDE:
         page.meta["hide"] = ["toc"]
+    markdown = INCLUDED.sub(lambda found: (ROOT / found[1]).read_text().replace("](docs/", "]("), markdown)
     return markdown.replace(COMMANDS, commands()) if COMMANDS in markdown else markdown
 
 
@@ -50,7 +54,7 @@ def commands() -> str:
     """Arguments and options of every subcommand, as `gradsieve COMMAND --help` gives them."""
     import typer
 
-    if (source := str(Path(__file__).parents[1] / "src")) not in sys.path:
+    if (source := str(ROOT / "src")) not in sys.path:
         sys.path.insert(0, source)  # of this checkout, installed or not
     from gradsieve.commands import app
 

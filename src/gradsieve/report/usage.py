@@ -63,10 +63,8 @@ def _drawn(file: Path, title: str) -> Iterator[Any]:
 
 
 def _apart(values: Sequence[float], height: float) -> list[float]:
-    """Places for labels, highest first, that do not lie over each other."""
-    gap = height / 20
-    places: list[float] = []
-    for value in values:
-        places.append(value if not places else min(value, places[-1] - gap))
-    shift = max(0.0, -min(places)) if places else 0.0
-    return [place + shift for place in places]
+    """Places for labels that do not lie over each other: where two would, the higher one makes room."""
+    places, last = list(values), -np.inf
+    for number in np.argsort(values):
+        places[number] = last = max(values[number], last + height / 20)
+    return places
