@@ -136,6 +136,16 @@ def test_rows_for_machines(call: Callable[..., Ended], tmp_path: Path, monkeypat
     assert rows[0]["time_ratio"] == rows[0]["memory_ratio"] == 1
 
 
+def test_a_package_that_fails_in_its_own_way_is_left_out(call: Callable[..., Ended], tmp_path: Path) -> None:
+    """Opacus does not know the attention of torch's own Transformer."""
+    pytest.importorskip("opacus")
+    small = ("--rounds", "1", "--block", "0", "--json", "rows.json")
+    ended = call("bench", "--models", "transformer", "--methods", "per-example-opacus", *small)
+    assert ended.code == 0, ended.err
+    assert "per-example-opacus was left out" in ended.out
+    assert [row["method"] for row in json.loads((tmp_path / "rows.json").read_text())] == ["uniform"]
+
+
 def test_growth_with_batch_and_model(call: Callable[..., Ended], tmp_path: Path) -> None:
     small = ("--methods", "dds", "--rounds", "1", "--block", "0")
     ended = call("bench", "--models", "mlp,wrn-10-2", "--batch-sizes", "4,8", *small, "--json", "rows.json")

@@ -14,6 +14,8 @@ LONGEST = 16
 """Rewards are measured at every 16th step at least: rarer ones teach too little."""
 OUT_OF_REACH = 4
 """k where no k can keep the budget, because DDS costs more on a step that measures nothing: a very small model."""
+MARGIN = 0.8
+"""Share of the budget that is planned with: the memory that DDS touches also slows the user's own part of a step."""
 WINDOW = 32
 """Steps of each kind whose times count."""
 FIRST = 8
@@ -85,7 +87,7 @@ class Budget:
         if min(len(self._idle), len(self._measured)) >= FIRST:
             idle = median(self._idle)
             self._choice = steps_between(
-                self.overhead, median(self._plain), idle, max(0.0, median(self._measured) - idle)
+                MARGIN * self.overhead, median(self._plain), idle, max(0.0, median(self._measured) - idle)
             )
 
     def state_dict(self) -> dict[str, Any]:

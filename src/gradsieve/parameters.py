@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .errors import GradsieveError
-from .parallel import ALONE, World, local, reshard
+from .parallel import ALONE, World, is_shard, local, reshard
 
 Direction = Mapping[str, Tensor]
 """Parameter name -> tensor of the parameter's shape. A name that is absent counts as zero."""
@@ -59,14 +59,15 @@ def lent(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
     In place, so that compiled, sharded or otherwise wrapped modules see the values too.
     """
     parameters = dict(model.named_parameters())
+    sharded = any(is_shard(parameters[name]) for name in values)
     here = [local(parameters[name].data) for name in values]
     own = [p.clone() for p in here]
-    reshard(model)
     try:
         torch._foreach_copy_(here, [local(value.detach()) for value in values.values()])
         yield
     finally:
-        reshard(model)
+        if sharded:  # FSDP2 may have left parameters whole after the pass
+            reshard(model)
         torch._foreach_copy_(here, own)
 
 

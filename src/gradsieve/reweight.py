@@ -208,7 +208,8 @@ class DDS:
             )
         self._mark()
         if turn is None:
-            self._turn = turn = Turn(self.learner.joint(), snapshot(trainable(self._own)) if learning else {})
+            theta = trainable(self._own)
+            self._turn = turn = Turn(self.learner.joint(), theta, snapshot(theta) if learning else {})
         with record_function("gradsieve.alignment"):
             signals = self._signals(losses, forward)
         scored = self.learner.score(batch, signals, forward.losses, learning=learning)
@@ -263,7 +264,7 @@ class DDS:
                 self._own,
                 self.loss_fn,
                 dev_batch,
-                trainable(self._own),
+                turn.theta,
                 mode=self.dev_mode,
                 autocast=turn.forwards[-1].autocast,
                 world=self.world,
@@ -324,9 +325,9 @@ class DDS:
             return
         self._turn.stepped = True
         if self._turn.learning:
-            theta = trainable(self._own)
+            theta, before = self._turn.theta, self._turn.theta_prev
             self._turn.derivative = (
-                optimizer_derivative(self.optimizer, theta, self._turn.theta_prev)
+                optimizer_derivative(self.optimizer, theta, before)
                 if self.optimizer_aware
                 else no_derivative(self.optimizer, theta)
             )

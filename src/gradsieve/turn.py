@@ -17,6 +17,7 @@ class Turn:
     """What `loss()` leaves for `step()`."""
 
     joint: Joint
+    theta: dict[str, nn.Parameter]
     theta_prev: dict[str, Tensor]
     """theta_{t-1}; empty if no rewards are to be measured."""
     forwards: list[TrainingForward] = field(default_factory=list)

@@ -110,7 +110,9 @@ def _rows(
                 memory[name] = peak_memory(make, device)
                 steps[name] = make()
                 steps[name]()
-        except (GradsieveError, NotImplementedError, RuntimeError) as error:
+        except Exception as error:
+            if package is None and not isinstance(error, GradsieveError | NotImplementedError | RuntimeError):
+                raise  # one of ours
             left_out[name] = str(error).splitlines()[0]
             steps.pop(name, None)
     with warnings.catch_warnings():
