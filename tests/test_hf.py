@@ -1,9 +1,5 @@
 """DDSTrainer: the Trainer of Transformers with DDS inside does what a loop of one's own does."""
 
-import os
-import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from processes import two_processes
 from torch import Tensor, nn
 
 from gradsieve import DDS, GradsieveError, SignalScorer
@@ -271,24 +268,7 @@ def one_of_two(folder: str) -> None:
 
 
 def test_two_processes_equal_one_with_the_joint_batch(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    code = f"import test_hf; test_hf.one_of_two({str(tmp_path)!r})"
-    shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-c", code],
-            env={**shared, "RANK": rank, "LOCAL_RANK": rank},
-            cwd=Path(__file__).parent,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in ("0", "1")
-    ]
-    said = [process.communicate()[0] for process in running]
-    assert [process.returncode for process in running] == [0, 0], said
+    two_processes(f"import test_hf; test_hf.one_of_two({str(tmp_path)!r})")
     alone = reading(tmp_path / "alone", gradient_accumulation_steps=1, dds_dev_batch_size=16)
     alone.train()
     assert alone.dds is not None

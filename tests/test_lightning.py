@@ -1,14 +1,16 @@
 """DDSCallback: Lightning with DDS inside does what a loop of one's own does."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from processes import two_processes
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, Sampler, TensorDataset
 
 from gradsieve import DDS, GradsieveError, MLPScorer
 
@@ -72,6 +74,7 @@ def fit(
     size: int = 8,
     callback: DDSCallback | None = None,
     ckpt: str | None = None,
+    sampler: Callable[[TensorDataset], Sampler[int]] | None = None,
     **options: Any,
 ) -> DDSCallback:
     callback = callback or DDSCallback(dev_loader(), scorer(), {"seed": 5})
@@ -88,7 +91,8 @@ def fit(
             **options,
         }
     )
-    trainer.fit(module, DataLoader(data(32, 0), size), ckpt_path=ckpt)
+    train = data(32, 0)
+    trainer.fit(module, DataLoader(train, size, sampler=sampler and sampler(train)), ckpt_path=ckpt)
     module.metrics = trainer.callback_metrics
     return callback
 
@@ -179,6 +183,36 @@ def test_bf16(tmp_path: Path) -> None:
     callback = fit(tmp_path, Module(), precision="bf16-mixed")
     assert callback.record is not None
     assert callback.record.skipped is None
+
+
+def one_of_two(folder: str) -> None:
+    """What each process of the next test does. Lightning's own sampler would shuffle; dev is left to it."""
+    rank = int(os.environ["RANK"])
+    callback = DDSCallback(DataLoader(data(16, 1), 8), scorer(), {"seed": 5})
+    module = Module()
+    fit(
+        Path(folder),
+        module,
+        size=4,
+        callback=callback,
+        sampler=lambda train: DistributedSampler(train, 2, rank, shuffle=False),
+        strategy=pl.strategies.DDPStrategy(process_group_backend="gloo"),
+        devices=2,
+    )
+    assert callback.dds is not None
+    assert callback.dds.world.size == 2
+    torch.save([module.net.state_dict(), callback.dds.scorer.state_dict()], f"{folder}/{rank}.pt")
+
+
+def test_two_processes_equal_one_with_the_joint_batch(tmp_path: Path) -> None:
+    two_processes(f"import test_lightning; test_lightning.one_of_two({str(tmp_path)!r})")
+    module, callback = Module(), DDSCallback(DataLoader(data(16, 1), 16), scorer(), {"seed": 5})
+    fit(tmp_path, module, callback=callback)
+    assert callback.dds is not None
+    for rank in (0, 1):
+        parts = torch.load(tmp_path / f"{rank}.pt")
+        for found, whole in zip(parts, (module.net, callback.dds.scorer), strict=True):
+            assert all(torch.allclose(found[name], value, atol=2e-5) for name, value in whole.state_dict().items())
 
 
 def test_a_dict_will_do(tmp_path: Path) -> None:

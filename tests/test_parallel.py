@@ -2,6 +2,7 @@
 
 import copy
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -407,27 +408,63 @@ class TestMicroBatches:
         dds.loss(first).backward()
         its.zero_grad()
         loss = dds.loss(second)
-        weights = example_weights(dds.learner.score(second, {}, loss.new_empty(BATCH), learning=False).logits)
+        weights = example_weights(
+            dds.learner.score(second, {}, loss.new_empty(BATCH), ALONE.sizes(BATCH), learning=False).logits
+        )
         torch.testing.assert_close(loss, (weights * losses_of(model, second)).sum())
 
     def test_a_scaler_may_scale(self) -> None:
-        """As GradScaler does: losses times 1024, gradients divided again before the step."""
+        """GradScaler: losses times 1024, gradients divided again before the step."""
         found = []
-        for scale in (1.0, 1024.0):
+        for enabled in (False, True):
             model = network()
             its = OPTIMIZERS["sgd"](model.parameters())
             dds = DDS(model, scorers()["reading"](), losses_of, its, data(2, DEV, 1), seed=0)
+            scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2, enabled=enabled)
             for batch in data(6, BATCH, seed=0):
                 its.zero_grad()
                 for number in range(2):
-                    (dds.loss(part(batch, number, 2)) * scale).backward()
-                for p in model.parameters():
-                    assert p.grad is not None
-                    p.grad /= scale
-                its.step()
+                    scaler.scale(dds.loss(part(batch, number, 2))).backward()
+                scaler.unscale_(its)
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                scaler.step(its)
+                scaler.update()
                 dds.step()
             found.append(numbers(model))
-        assert_alike(found[0], found[1])
+            found.append(numbers(dds.scorer))
+        assert_alike(found[0], found[2])
+        assert_alike(found[1], found[3])
+
+    def test_float16_with_a_scaler_that_skips(self) -> None:
+        """The first scale overflows float16: theta and psi stay where they are, then both learn."""
+        model = network().float()
+        its = torch.optim.SGD(model.parameters(), lr=0.1)
+        dev = [tuple(t.float() if t.is_floating_point() else t for t in batch) for batch in data(2, DEV, 1)]
+        dds = DDS(model, scorers()["reading"]().float(), losses_of, its, dev, seed=0)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
+        before = numbers(model), numbers(dds.scorer)
+
+        def step(batch: Any) -> None:
+            its.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                loss = dds.loss(batch)
+            scaler.scale(loss).backward()
+            scaler.step(its)
+            scaler.update()
+            dds.step()
+
+        x, y = data(1, BATCH, seed=0)[0]
+        with pytest.warns(UserWarning, match="has not run since"):
+            step((x.float(), y))
+        assert_alike(before[0], numbers(model))
+        assert_alike(before[1], numbers(dds.scorer))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # until the scale has come down
+            for _ in range(20):
+                step((x.float(), y))
+        assert scaler.get_scale() < 2.0**24
+        assert not all(torch.equal(a, b) for a, b in zip(before[0].values(), numbers(model).values(), strict=True))
+        assert not all(torch.equal(a, b) for a, b in zip(before[1].values(), numbers(dds.scorer).values(), strict=True))
 
 
 class TestJoint:
@@ -437,7 +474,7 @@ class TestJoint:
         joint, so_far = Joint(ALONE), []
         parts = [3 * torch.randn(size, generator=chance, dtype=torch.float64) for size in sizes]
         for logits in parts:
-            factor = joint.join(logits)
+            factor = joint.join(logits, ALONE.sizes(len(logits)))
             so_far = [weights * factor for weights in so_far if factor is not None] + [joint.own_weights()[-1]]
         expected = torch.softmax(torch.cat(parts), 0)
         torch.testing.assert_close(torch.cat(so_far), expected)

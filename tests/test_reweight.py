@@ -14,11 +14,13 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 from zoo import KINDS, Batch, cross_entropy, differences, fingerprint, make, mlp
 
 from gradsieve import DDS, ConvScorer, GradsieveError, MLPScorer, SignalScorer, StepRecord
+from gradsieve.dev import DevBatches
 from gradsieve.optimizers import adam_derivative
+from gradsieve.randomness import RandomStream
 from gradsieve.scorer import climb, outlook, price_of_uneven_weights, psi_objective
 
 
@@ -809,3 +811,21 @@ def test_a_state_of_another_loader_is_refused() -> None:
     train_step(dds, optimizer, data[0])
     with pytest.raises(GradsieveError, match="1 generators of its own, this one with 0"):
         other.load_state_dict(dds.state_dict())
+
+
+def test_a_distributed_sampler_shuffles_each_pass_of_dev_anew() -> None:
+    """And a resumed one goes on as if it had not been stopped."""
+    dev = TensorDataset(torch.arange(12))
+
+    def batches() -> DevBatches:
+        sampler = DistributedSampler(dev, num_replicas=2, rank=0)
+        return DevBatches(DataLoader(dev, 3, sampler=sampler), RandomStream(torch.device("cpu"), 0))
+
+    whole, first = batches(), batches()
+    drawn = [whole.draw()[0].tolist() for _ in range(8)]
+    assert sorted(drawn[0] + drawn[1]) != sorted(drawn[2] + drawn[3])
+    for _ in range(3):
+        first.draw()
+    again = batches()
+    again.load_state_dict(first.state_dict())
+    assert [again.draw()[0].tolist() for _ in range(5)] == drawn[3:]

@@ -79,7 +79,8 @@ def _batchnorm_errors() -> Iterator[None]:
 
 
 class DevBatches:
-    """Draws from `loader` pass after pass. Shuffling uses `stream`, or the loader's own generator if it has one.
+    """Draws from `loader` pass after pass. Shuffling uses `stream`, or the loader's own generator if it has one; a
+    DistributedSampler is told the number of each pass.
 
     A loader with a ``state_dict`` of its own, such as torchdata's StatefulDataLoader, is resumed by it; of any other
     the saved pass is begun anew and what had been drawn of it is skipped.
@@ -99,7 +100,7 @@ class DevBatches:
         self.loader = loader
         self.stream = stream
         self._batches: Iterator[Any] | None = None
-        self._drawn = 0
+        self._passes = self._drawn = 0
         self._start: tuple[RandomState, list[torch.Tensor]] = (stream.state, [])
 
     def draw(self) -> Any:
@@ -117,23 +118,32 @@ class DevBatches:
 
     def _begin(self) -> None:
         self._start = (random_state(self.stream.device), [g.get_state() for g in self._generators()])
+        for owner in self._owners():
+            if hasattr(owner, "set_epoch"):
+                owner.set_epoch(self._passes)
         self._batches, self._drawn = iter(self.loader), 0
+        self._passes += 1
+
+    def _owners(self) -> tuple[Any, ...]:
+        """Of the loader's order."""
+        batch_sampler = getattr(self.loader, "batch_sampler", None)
+        inner = (getattr(self.loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
+        return (self.loader, *inner)
 
     def _generators(self) -> list[torch.Generator]:
         """Those that the loader shuffles with, each once."""
-        batch_sampler = getattr(self.loader, "batch_sampler", None)
-        owners = (self.loader, getattr(self.loader, "sampler", None), getattr(batch_sampler, "sampler", None))
-        found = [getattr(owner, "generator", None) for owner in owners]
+        found = [getattr(owner, "generator", None) for owner in self._owners()]
         return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
 
     def state_dict(self) -> dict[str, Any]:
-        begun = self._batches is not None
+        now = {"begun": self._batches is not None, "passes": self._passes}
         if hasattr(self.loader, "state_dict"):
-            return {"begun": begun, "loader": self.loader.state_dict()}
-        return {"begun": begun, "drawn": self._drawn, "start": self._start[0], "generators": self._start[1]}
+            return {**now, "loader": self.loader.state_dict()}
+        return {**now, "drawn": self._drawn, "start": self._start[0], "generators": self._start[1]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._batches, self._drawn = None, 0
+        self._passes = max(0, state.get("passes", 0) - 1)  # the pass that goes on is begun anew
         if hasattr(self.loader, "load_state_dict"):
             self.loader.load_state_dict(state["loader"])
             return

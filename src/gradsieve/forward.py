@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import check
-from .parallel import World, reshard, unwrapped
+from .parallel import Sizes, World, reshard, unwrapped
 from .parameters import Direction, LossFn, checked_losses, device_of, full_precision, snapshot
 from .randomness import RandomState, random_state
 from .reward import EPSILON, Theta, rewards
@@ -24,6 +24,8 @@ class TrainingForward:
     batch: Any
     losses: Tensor
     """l_i(theta_{t-1}), (B,), free of any graph."""
+    sizes: Sizes
+    """Of the batches of all processes."""
     state: RandomState
     """Before the pass."""
     buffers: dict[str, Tensor]
@@ -69,4 +71,5 @@ def training_forward(
         reshard(own)
     check(losses.requires_grad, "the losses carry no gradient; loss_fn must not detach or run under no_grad.")
     autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-    return losses, TrainingForward(own, world, loss_fn, batch, losses.detach(), state, buffers, autocast)
+    sizes = world.sizes(len(losses))
+    return losses, TrainingForward(own, world, loss_fn, batch, losses.detach(), sizes, state, buffers, autocast)

@@ -24,14 +24,13 @@ class Joint:
         self._all: list[Tensor] = []  # those of all processes, without
         self._sizes: list[Sizes] = []
 
-    def join(self, logits: Tensor) -> Tensor | None:
+    def join(self, logits: Tensor, sizes: Sizes) -> Tensor | None:
         """A further part, (b,). Returns Z_before / Z_now, a 0-dimensional tensor; None for the first part."""
         check(
             not self._own or not self.uniform_mix,
             "uniform_mix cannot be had with gradient accumulation: its share of each weight is not known before the "
             "last micro-batch. Leave it at 0.",
         )
-        sizes = self.world.sizes(len(logits))
         before = torch.cat(self._all).logsumexp(0) if self._all else None
         self._own.append(logits)
         self._all.append(self.world.gathered(logits, sizes))

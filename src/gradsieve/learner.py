@@ -13,7 +13,7 @@ from .errors import check
 from .joint import Joint
 from .networks import SignalScorer
 from .optimizers import load_optimizer
-from .parallel import World
+from .parallel import Sizes, World
 from .parameters import untouched
 from .randomness import RandomStream, seeded
 from .replay import Lesson, Ring, foresight
@@ -101,22 +101,21 @@ class Learner:
     def psi(self) -> list[Tensor]:
         return learned(self.optimizer)
 
-    def score(self, batch: Any, signals: dict[str, Tensor], losses: Tensor, *, learning: bool) -> Scored:
+    def score(self, batch: Any, signals: dict[str, Tensor], losses: Tensor, sizes: Sizes, *, learning: bool) -> Scored:
         """Line 3: scores, with psi's graph if it is to learn from them."""
         with record_function("gradsieve.scorer"), self.stream, torch.set_grad_enabled(learning):
             with untouched(self.scorer, training=False) if self.sampler else nullcontext(), self._low():
-                scores = self._scores(batch, signals, losses)
+                scores = self._scores(batch, signals, losses, sizes)
             finite = scores.isfinite().all()
             logits = bounded(torch.where(finite, scores, 0.0), self.max_logit)
             if self.sampler is not None:
                 logits = logits - checked_scores(self.sampler.logits(batch), losses)
             return Scored(batch, signals, finite, logits)
 
-    def _scores(self, batch: Any, signals: dict[str, Tensor], losses: Tensor) -> Tensor:
+    def _scores(self, batch: Any, signals: dict[str, Tensor], losses: Tensor, sizes: Sizes) -> Tensor:
         """A scorer that only reads signals is told those of all processes, whose mean and deviation it may take."""
         if self.world.size == 1 or self.reads_batch:
             return checked_scores(self.scorer(batch, **signals), losses)
-        sizes = self.world.sizes(len(losses))
         told = {name: self.world.gathered(value, sizes) for name, value in signals.items()}
         return checked_scores(self.scorer(batch, **told), losses.new_empty(sizes.total))[sizes.place]
 
@@ -135,19 +134,18 @@ class Learner:
             return good
         everyone = joint.gathered(r)  # (N,)
         self.outlook = torch.where(good, outlook(self.outlook, everyone, steps), self.outlook)
-        unit = torch.ones(()) if self.ring is None else everyone.std(correction=0).clamp_min(1e-30)
-        if self.ring is not None:
-            everyone = everyone / unit
+        if self.ring is not None:  # lessons are told in units of their deviation
+            unit = everyone.std(correction=0).clamp_min(1e-30)
+            everyone, r = everyone / unit, [its / unit for its in r]
         with record_function("gradsieve.scorer"):
-            logits = joint.logits()
-            weights = example_weights(logits, self.uniform_mix)
-            good = good & self._climb(logits, weights, everyone, good)
+            finite, weights = self._climb(joint, everyone, good)
+        good = good & finite
         if self.ring is not None:
             lessons = [
-                Lesson(part.batch if self.reads_batch else None, part.signals, torch.where(good, its / unit, 0.0))
+                Lesson(part.batch if self.reads_batch else None, part.signals, torch.where(good, its, 0.0))
                 for part, its in zip(parts, r, strict=True)
             ]
-            self.ring.add(lessons, foresight(weights.detach(), torch.where(good, everyone, 0.0)))
+            self.ring.add(lessons, foresight(weights, torch.where(good, everyone, 0.0)))
         return good
 
     def hear_again(self) -> None:
@@ -156,18 +154,20 @@ class Learner:
         if lesson is None:
             return
         with record_function("gradsieve.replay"):
-            part = self.score(lesson.batch, dict(lesson.signals), lesson.rewards, learning=True)
+            sizes = self.world.sizes(len(lesson.rewards))
+            part = self.score(lesson.batch, dict(lesson.signals), lesson.rewards, sizes, learning=True)
             joint = self.joint()
-            joint.join(part.logits)
-            logits = joint.logits()
-            weights = example_weights(logits, self.uniform_mix)
-            self._climb(logits, weights, joint.gathered([lesson.rewards]), self.world.agreed(part.finite))
+            joint.join(part.logits, sizes)
+            self._climb(joint, joint.gathered([lesson.rewards]), self.world.agreed(part.finite))
 
-    def _climb(self, logits: Tensor, weights: Tensor, r: Tensor, good: Tensor) -> Tensor:
+    def _climb(self, joint: Joint, r: Tensor, good: Tensor) -> tuple[Tensor, Tensor]:
+        """psi's step by the rewards of a whole batch, (N,). Whether its gradient was finite, and the weights, (N,)."""
         assert self.optimizer is not None
+        logits = joint.logits()
+        weights = example_weights(logits, self.uniform_mix)
         price = price_of_uneven_weights(self.caution, self.outlook, r)
         objective = psi_objective(logits, weights, r, self.psi_gradient, price)
-        return climb(self.optimizer, objective, good, self.world)
+        return climb(self.optimizer, objective, good, self.world), weights.detach()
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -212,7 +212,7 @@ class DDS:
             self._turn = turn = Turn(self.learner.joint(), theta, snapshot(theta) if learning else {})
         with record_function("gradsieve.alignment"):
             signals = self._signals(losses, forward)
-        scored = self.learner.score(batch, signals, forward.losses, learning=learning)
+        scored = self.learner.score(batch, signals, forward.losses, forward.sizes, learning=learning)
         weights = turn.add(self._own, forward, scored) * self.world.size
         if heard is not None:
             turn.heard.append((heard, weights))

@@ -43,7 +43,7 @@ class Turn:
 
     def add(self, model: nn.Module, forward: TrainingForward, scored: Scored) -> Tensor:
         """The weights of a further micro-batch, (b,); gradients of those before it are scaled down to theirs."""
-        factor = self.joint.join(scored.logits)
+        factor = self.joint.join(scored.logits, forward.sizes)
         if factor is not None:
             torch._foreach_mul_([local(p.grad) for p in model.parameters() if p.grad is not None], factor)
         self.forwards.append(forward)

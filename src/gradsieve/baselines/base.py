@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..dev import DevBatches
 from ..errors import GradsieveError
 from ..forward import TrainingForward, training_forward
-from ..parallel import World
+from ..parallel import Sizes, World
 from ..parameters import LossFn, device_of, trainable
 from ..randomness import RandomStream
 from ..record import StepRecord
@@ -62,9 +62,8 @@ class Weighting(ABC):
         self._skipped += ~torch.stack(list(record.finite.values())).all()
         return record
 
-    def _jointly(self, rule: Callable[[Tensor], Tensor], own: Tensor) -> Tensor:
+    def _jointly(self, rule: Callable[[Tensor], Tensor], own: Tensor, sizes: Sizes) -> Tensor:
         """Of the weights that a rule gives the examples of all processes, those of this one's."""
-        sizes = self.world.sizes(len(own))
         return rule(self.world.gathered(own, sizes))[sizes.place]
 
     @property
@@ -74,6 +73,7 @@ class Weighting(ABC):
 
     def _record(
         self,
+        forward: TrainingForward,
         weights: Tensor,
         finite: dict[str, Tensor],
         *,
@@ -82,7 +82,7 @@ class Weighting(ABC):
     ) -> StepRecord:
         """Of these weights; or of uniform ones if any part of the step was not finite."""
         good = self.world.agreed(torch.stack(list(finite.values())).all())
-        weights = torch.where(good, weights, 1 / self.world.sizes(len(weights)).total).detach()
+        weights = torch.where(good, weights, 1 / forward.sizes.total).detach()
         squares = self.world.summed(weights.square().sum())
         size = (1 / squares).nan_to_num(posinf=0.0)  # no weight at all is no sample at all
         return StepRecord(self.steps + 1, rewards, weights, size, dev_loss, finite)

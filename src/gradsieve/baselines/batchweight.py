@@ -85,4 +85,6 @@ class BatchWeight(DevWeighting):
             "dev gradient": norm(d_theta).isfinite() & dev_loss.isfinite(),
             "reward": r.isfinite().all(),
         }
-        return self._record(self._jointly(rectified_weights, r), finite, rewards=r, dev_loss=dev_loss)
+        return self._record(
+            forward, self._jointly(rectified_weights, r, forward.sizes), finite, rewards=r, dev_loss=dev_loss
+        )

@@ -110,16 +110,15 @@ class MentorNet(DevWeighting):
         self._level: Tensor | None = None
 
     def _weigh(self, forward: TrainingForward) -> StepRecord:
-        labels, losses = _labels(forward.batch), forward.losses
-        sizes = self.world.sizes(len(losses))
+        labels, losses, sizes = _labels(forward.batch), forward.losses, forward.sizes
         self._level = level = next_level(self._level, self.world.gathered(losses, sizes), self.percentile)
         percent = min(99, 100 * self.steps // self.total_steps)
         finite = {"loss": losses.isfinite().all(), **self._learn(level, percent)}
         if self.steps < self.burn_in * self.total_steps:
-            return self._record(torch.full_like(losses, 1 / sizes.total), finite)
+            return self._record(forward, torch.full_like(losses, 1 / sizes.total), finite)
         with torch.no_grad(), self._precision(autocast=False):
             scores = self.scorer(losses, level, labels, percent).to(losses.dtype)
-        return self._record(self._jointly(mentor_weights, scores), finite)
+        return self._record(forward, self._jointly(mentor_weights, scores, sizes), finite)
 
     def _learn(self, level: Tensor, percent: int) -> dict[str, Tensor]:
         """One step of psi down the binary cross-entropy of "this label is right" on a dev batch."""

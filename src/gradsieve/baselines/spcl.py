@@ -61,5 +61,5 @@ class SPCL(Weighting):
     def _weigh(self, forward: TrainingForward) -> StepRecord:
         share = pace(self.steps, self.full_at, self.start)
         difficulty = self.difficulty(forward.batch, forward.losses)
-        weights = self._jointly(lambda joint: self_paced_weights(joint, share), difficulty)
-        return self._record(weights, {"loss": forward.losses.isfinite().all()})
+        weights = self._jointly(lambda joint: self_paced_weights(joint, share), difficulty, forward.sizes)
+        return self._record(forward, weights, {"loss": forward.losses.isfinite().all()})

@@ -25,7 +25,7 @@ class Preparation:
         self.deviation = torch.tensor(splits.deviation, device=device)
         self.augmented, self.seed, self.device = recipe.augment == "pad-crop-flip", seed, device
         self.format = torch.channels_last if recipe.model.channels_last else torch.contiguous_format
-        self.workers = recipe.data.workers
+        self.workers, self.team = recipe.data.workers, Team()
 
     def evaluation(self, pixels: Tensor, step: int) -> Tensor:
         return normalized(pixels, self.mean, self.deviation).contiguous(memory_format=self.format)
@@ -34,7 +34,7 @@ class Preparation:
         images = self.evaluation(pixels, step)
         if not self.augmented:
             return images
-        generator = seeded(self.seed, "augment", step, *Team().own, device=self.device)
+        generator = seeded(self.seed, "augment", step, *self.team.own, device=self.device)
         cropped = pad_crop_flip(images, generator=generator)
         return cropped.contiguous(memory_format=self.format)
 

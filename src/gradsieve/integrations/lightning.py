@@ -11,7 +11,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.trainer.states import RunningStage
 from torch import Tensor, nn
+from torch.utils.data import RandomSampler
 
 from ..errors import GradsieveError, check
 from ..record import StepRecord
@@ -34,7 +36,8 @@ class DDSCallback(pl.Callback):
     Lightning's. Logged as training goes on: ``dds_loss`` (weighted), ``dds_dev_loss``, ``dds_effective_sample_size``.
 
     Args:
-        dev_loader: any re-iterable of batches, as in `DDS`.
+        dev_loader: any re-iterable of batches, as in `DDS`. Under DDP a DataLoader is shared out among the processes as
+            Lightning does it with the training loader; of anything else give each process its part.
         scorer: as in `DDS`.
         options: further arguments of `DDS`, by name.
 
@@ -63,12 +66,17 @@ class DDSCallback(pl.Callback):
         scorer = None if self.scorer is None else self.scorer.to(pl_module.device)
         lesson = _Lesson(pl_module)
         model = trainer.strategy.model or pl_module
-        self.dds = DDS(model, scorer, lesson.losses, trainer.optimizers[0], self.dev_loader, **self.options)
+        self.dds = DDS(model, scorer, lesson.losses, trainer.optimizers[0], self._own_part(trainer), **self.options)
         if self._saved is not None:
             self.dds.load_state_dict(self._saved)
             self._saved = None
         self._steps = trainer.global_step
         pl_module.training_step = lesson.replaced(self.dds, trainer)  # type: ignore[method-assign]
+
+    def _own_part(self, trainer: pl.Trainer) -> Any:
+        """Of the dev loader, by the sampler that Lightning gives the training loader under DDP."""
+        shuffled = isinstance(getattr(self.dev_loader, "sampler", None), RandomSampler)
+        return trainer._data_connector._prepare_dataloader(self.dev_loader, shuffled, RunningStage.TRAINING)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         if self.dds is None or trainer.global_step == self._steps:  # accumulating
