@@ -28,6 +28,7 @@ from gradsieve import GradsieveError
 from gradsieve.images.models import build_model
 from gradsieve.images.train import Preparation, evaluate
 from gradsieve.report.comparison import half_interval, oracle_shares, summarize, verdict
+from gradsieve.report.frontier import frontier
 from gradsieve.runs import checkpoint as checkpoint_file
 from gradsieve.runs import directory as directory_module
 from gradsieve.runs.checkpoint import load_checkpoint, save_checkpoint
@@ -596,6 +597,8 @@ def test_a_full_disk_ends_with_a_message_and_the_last_checkpoint(call: Callable[
         (("train", "digits", "--overhead", "0", "--out", "x"), "dds.overhead"),
         (("train", "digits", "--overhead", "0.1", "--set", "dds.update_every=2", "--out", "x"), "give one of them"),
         (("recipes", "nothing"), "unknown recipe 'nothing'"),
+        (("compare", "digits", "--out", "x", "--frontier", "f.txt"), "ends in .png, .svg or .pdf"),
+        (("compare", "digits", "--out", "x", "--frontier", "none/f.png"), "there is no folder none"),
     ],
 )
 def test_bad_input_is_explained(
@@ -622,8 +625,9 @@ def test_compare_from_the_command_line(call: Callable[..., Ended], tmp_path: Pat
     assert [row["variant"] for row in written["rows"]] == methods.split(",")
     assert "| dds:scorer.kind=mlp |" in (tmp_path / "c/comparison.md").read_text()
     before = (tmp_path / "c/dds/seed-1/result.json").stat().st_mtime_ns
-    again = call(*arguments)
+    again = call(*arguments, "--frontier", "frontier.png")
     assert again.out.splitlines()[-12:] == first.out.splitlines()[-12:]
+    assert (tmp_path / "frontier.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "c/dds/seed-1/result.json").stat().st_mtime_ns == before
 
 
@@ -718,6 +722,10 @@ class TestVerdicts:
     def test_share_of_the_oracles_gain(self) -> None:
         rows = summarize(results(uniform=[40], uniform_dev=[50], dds=[57.5], oracle=[60]), "accuracy")
         assert oracle_shares(rows)["dds"] == pytest.approx(0.75)
+
+    def test_the_frontier_is_what_nobody_beats_at_its_price(self) -> None:
+        rows = summarize(results(spcl=[49], uniform=[50], mentornet=[55], dds=[57]), "accuracy")
+        assert [row.variant for row in frontier(rows)] == ["uniform", "dds"]
 
 
 def test_durations_as_a_person_says_them() -> None:

@@ -149,6 +149,9 @@ def compare(
     jobs: Annotated[int, typer.Option(min=1, help="Runs at the same time, on the CPU's cores.")] = 1,
     device: Device = "auto",
     tensorboard: TensorBoard = False,
+    frontier: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw results against time into this PNG, SVG or PDF file.")
+    ] = None,
 ) -> None:
     from .compare import compare as run
     from .runs.live import check_tensorboard
@@ -171,6 +174,7 @@ def compare(
             jobs=jobs,
             console=Console(),
             tensorboard=tensorboard,
+            frontier=frontier,
         )
 
 

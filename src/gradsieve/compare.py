@@ -19,6 +19,7 @@ from rich.table import Table
 
 from .errors import GradsieveError
 from .report.comparison import BASE, NO_CHOICE, SHARED, Row, markdown, oracle_shares, summarize, table, verdict
+from .report.frontier import check_drawing, plot_frontier
 from .runs.checkpoint import save_json, written_whole
 from .runs.progress import Progress
 from .runs.recipe import Recipe
@@ -62,8 +63,14 @@ def compare(
     console: Console,
     quiet: bool = False,
     tensorboard: bool = False,
+    frontier: Path | None = None,
 ) -> list[Row]:
-    """Runs what is not there yet, prints the table and the verdicts, writes them into `out`."""
+    """Runs what is not there yet, prints the table and the verdicts, writes them into `out`.
+
+    `frontier` is a file for a picture of results against time.
+    """
+    if frontier is not None:
+        check_drawing(frontier)
     team = Team()
     if team.size > 1 and jobs > 1:
         raise GradsieveError("--jobs starts processes of its own; under torchrun leave it at 1.")
@@ -97,6 +104,8 @@ def compare(
         for variant, its in runs.items():
             task.picture(its, its[0].parent / "usage.png", title=f"{recipe}: {variant}")
         console.print(f"Pictures: {out}/METHOD/usage.png", highlight=False, markup=False, soft_wrap=True)
+    if frontier is not None:
+        plot_frontier(rows, frontier, title=f"{recipe}, {seeds} seed{'s' * (seeds > 1)}", metric=task.metric)
     return rows
 
 

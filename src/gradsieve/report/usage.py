@@ -1,16 +1,12 @@
 """How much of each language a run uses, by step: the paper's Figures 5 and 6, read from run directories."""
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import matplotlib
 import numpy as np
 
-INK = "#1f2933"
-COLOURS = ("#c2410c", "#1b7f5c", "#2563a8", "#8b5cb0", "#a87d1f", "#c0407f", "#4b8f9e", "#5c6670")
+from .drawing import COLOURS, apart, drawn
 
 
 def usage_curves(run: Path) -> tuple[np.ndarray, dict[str, np.ndarray]]:
@@ -27,7 +23,7 @@ def plot_usage(runs: Sequence[Path], file: Path, *, title: str) -> None:
     steps = sorted(set.intersection(*(set(steps.tolist()) for steps, _ in curves)))
     names = sorted(curves[0][1], key=lambda name: -curves[0][1][name][-1])
     ends = []
-    with _drawn(file, title) as axes:
+    with drawn(file, title, "training step", "share of the sentences drawn, %") as axes:
         for number, name in enumerate(names):
             values = np.stack([100 * np.interp(steps, its, usage[name]) for its, usage in curves])  # (runs, steps)
             colour, dashes = COLOURS[number % len(COLOURS)], "-" if number < len(COLOURS) else "--"
@@ -36,35 +32,7 @@ def plot_usage(runs: Sequence[Path], file: Path, *, title: str) -> None:
             ends.append((values.mean(0)[-1], name, colour))
         axes.set_ylim(0, None)
         axes.set_xlim(0, max(1, steps[-1]))
-        heights = _apart([end for end, _, _ in ends], axes.get_ylim()[1])
+        heights = apart([end for end, _, _ in ends], axes.get_ylim()[1])
         for height, (_, name, colour) in zip(heights, ends, strict=True):
             place = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
             axes.annotate(name, (1, height), (6, 0), color=colour, va="center", **place)
-
-
-@contextmanager
-def _drawn(file: Path, title: str) -> Iterator[Any]:
-    """Axes over training steps to draw on; what is drawn on them becomes `file`."""
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 4.2), dpi=150)
-    try:
-        yield axes
-        axes.set_xlabel("training step", color=INK)
-        axes.set_ylabel("share of the sentences drawn, %", color=INK)
-        axes.set_title(title, loc="left", color=INK, fontsize=12)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.tick_params(colors=INK)
-        figure.tight_layout()
-        figure.savefig(file)
-    finally:
-        plt.close(figure)
-
-
-def _apart(values: Sequence[float], height: float) -> list[float]:
-    """Places for labels that do not lie over each other: where two would, the higher one makes room."""
-    places, last = list(values), -np.inf
-    for number in np.argsort(values):
-        places[number] = last = max(values[number], last + height / 20)
-    return places
