@@ -1,5 +1,8 @@
 """Rewards from activations against the slow oracle, and the other options that make a step cheaper."""
 
+import copy
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -32,6 +35,16 @@ class Words(nn.Module):
         return self.head((h + self.mix(self.mix(h)).relu()).mean(1))  # one layer twice
 
 
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(3, 6), nn.Linear(6, 3)
+        self.head.weight = self.words.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.words(x).tanh().mean(1))
+
+
 def image_net(norm: nn.Module) -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(2, 4, 3, padding=1, stride=2),
@@ -51,6 +64,7 @@ MODELS = {
     "convolutions": (lambda: image_net(nn.GroupNorm(2, 4)), lambda n: torch.randn(n, 2, 8, 8)),
     "BatchNorm at rest": (lambda: image_net(nn.BatchNorm2d(4).eval()), lambda n: torch.randn(n, 2, 8, 8)),
     "words": (Words, lambda n: torch.randint(9, (n, 4))),
+    "tied": (Tied, lambda n: torch.randint(3, (n, 4))),
 }
 
 
@@ -152,3 +166,61 @@ def test_a_scorer_may_see_a_smaller_image(kind: str) -> None:
     scorer.body[0].register_forward_pre_hook(lambda _, inputs: shrunk.append(tuple(inputs[0].shape)))  # type: ignore[index]
     assert scorer((torch.randn(2, 3, 16, 16), torch.tensor([1, 2]))).shape == (2,)
     assert shrunk == [(2, 3, 8, 8)]
+
+
+def steps_with(reward: str, *, scale: float = 1.0, thawed: bool = False, **options: object) -> Tensor:
+    """Rewards of the third step; the first layer may be frozen until then."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
+    optimizer, batch = SGD(model.parameters(), lr=0.1), (torch.randn(6, 5).double(), torch.randint(3, (6,)))
+    model[0].requires_grad_(not thawed)
+    dds = DDS(model, SignalScorer().double(), losses_of, optimizer, [batch], seed=0, reward=reward, **options)
+    for step in range(3):
+        model[0].requires_grad_(not thawed or step == 2)
+        optimizer.zero_grad()
+        (dds.loss(batch) * scale).backward()
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= scale
+        optimizer.step()
+        record = dds.step()
+    assert record is not None
+    return record.rewards
+
+
+@pytest.mark.parametrize("how", [{"scale": 1024.0}, {"thawed": True}])
+def test_a_scaled_loss_and_a_thawed_layer(how: dict[str, Any]) -> None:
+    torch.testing.assert_close(steps_with("activations", **how), steps_with("per_example", **how))
+
+
+def test_an_unknown_layer_that_is_thawed_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(5, 7), nn.PReLU(), nn.Linear(7, 3))
+    model[1].requires_grad_(False)
+    batch = (torch.randn(6, 5), torch.randint(3, (6,)))
+    dds = DDS(model, None, losses_of, SGD(model.parameters(), lr=0.1), [batch], reward="activations")
+    dds.loss(batch)
+    model[1].requires_grad_(True)
+    with pytest.raises(GradsieveError, match="1 is a PReLU"):
+        dds.loss(batch)
+
+
+def test_a_copy_of_the_model_is_not_listened_to() -> None:
+    """A teacher within the loss."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+    batch = (torch.randn(6, 5), torch.randint(3, (6,)))
+    teachers: list[nn.Module] = []
+
+    def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
+        return losses_of(model, batch) + sum(0 * losses_of(teacher, batch) for teacher in teachers)
+
+    optimizer = SGD(model.parameters(), lr=0.1)
+    dds = DDS(model, None, loss_fn, optimizer, [batch], reward="activations", alignment="last_layer")
+    teachers.append(copy.deepcopy(model))
+    for _ in range(2):
+        optimizer.zero_grad()
+        dds.loss(batch).backward()
+        optimizer.step()
+        record = dds.step()
+    assert record is not None
+    assert record.skipped is None

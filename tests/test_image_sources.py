@@ -12,11 +12,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import datasets
+import pyarrow
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+from pyarrow import parquet
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -25,6 +27,7 @@ from gradsieve.images import download
 from gradsieve.images.data import CIFAR10_FOLDER, ImageSet, Splits
 from gradsieve.images.download import download_cifar10
 from gradsieve.images.files import Folder, Shards, folder_splits, shard_splits
+from gradsieve.images.scores import ids, read_scores
 from gradsieve.images.tables import Table, detect, image_splits, table_splits
 from gradsieve.images.view import Pictures, decode, evaluation_view, random_box, training_view
 
@@ -702,3 +705,16 @@ class TestDownload:
         with pytest.raises(GradsieveError, match="No space left on device"):
             download_cifar10(tmp_path / "out", url)
         assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_columns_of_a_file_of_scores_that_are_no_numbers_are_named(tmp_path: Path) -> None:
+    splits = folder_splits(make_folder(tmp_path / "data", train=(2, 2), dev=(1, 1), test=(1, 1)), "full", SIZE)
+    names, file = ids(splits.train, 0, 4), tmp_path / "s.parquet"
+    for content, message in (
+        ({"label": [0, 0, 1, 1], "score": [0.5, None, 0.1, None]}, "column score has no value in 2 rows"),
+        ({"label": [0, None, 1, 1], "score": [0.5] * 4}, "column label has no value in 1 rows"),
+        ({"label": ["a", "a", "b", "b"], "score": [0.5] * 4}, "column label is of type string"),
+    ):
+        parquet.write_table(pyarrow.table({"id": names, **content}), file)
+        with pytest.raises(GradsieveError, match=rf"s\.parquet: {message}"):
+            read_scores(file, splits.train)

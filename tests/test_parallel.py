@@ -21,7 +21,7 @@ from gradsieve import DDS, GradsieveError, GroupDDS
 from gradsieve.baselines import SPCL, BatchWeight, MentorNet
 from gradsieve.joint import Joint
 from gradsieve.networks import MLPScorer, SignalScorer
-from gradsieve.parallel import ALONE, Sizes, World, shard_of, sharded_like
+from gradsieve.parallel import ALONE, Sizes, World, shard_of, sharded_like, unwrapped
 from gradsieve.scorer import example_weights
 
 SIZE = 2
@@ -199,6 +199,8 @@ def work(rank: int, folder: Path) -> None:
         found["baselines"] = {name: weighed("ddp", name) for name in BASELINES}
         found["ragged"] = ragged()
         found["refusals"] = refusals()
+        compiled = torch.compile(wrapped(network(), "ddp"), backend="eager")
+        found["compiled"] = World(compiled).size, type(unwrapped(compiled)) is type(network())
         torch.save(found, folder / f"found-{rank}.pt")
 
 
@@ -377,6 +379,9 @@ class TestTogether:
     @pytest.mark.parametrize("how", ["ddp", "fsdp"])
     def test_resumed_they_go_on_alike(self, how: str, together: list[dict[str, Any]]) -> None:
         assert all(found[f"{how}, resumed"] for found in together)
+
+    def test_a_compiled_model_is_parallel_too(self, together: list[dict[str, Any]]) -> None:
+        assert [found["compiled"] for found in together] == [(SIZE, True)] * SIZE
 
     def test_what_cannot_be_had_is_refused(self, together: list[dict[str, Any]]) -> None:
         refused = together[0]["refusals"]

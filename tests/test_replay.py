@@ -1,6 +1,7 @@
 """Less work for the same signal: last-layer alignment, lessons heard again, a budget."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,14 +16,25 @@ from gradsieve import DDS, GradsieveError, MLPScorer, SignalScorer, alignment
 from gradsieve import budget as budget_module
 from gradsieve.budget import FIRST, LONGEST, MARGIN, OUT_OF_REACH, Budget, steps_between
 from gradsieve.last_layer import LastLayer
+from gradsieve.parameters import Direction
 from gradsieve.replay import Lesson, Ring, foresight
 
 CPU = torch.device("cpu")
 
 
+def without_the_common_change(layer: LastLayer, run: Callable[[], Tensor], direction: Direction) -> dict[str, Tensor]:
+    """The direction that moves the layer's outputs by nothing on average: a bias takes it back."""
+    seen: list[Tensor] = []
+    hook = layer.layer.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0].detach()))
+    run()
+    hook.remove()
+    change = seen[-1] @ direction[layer.weight].T + direction[layer.bias]
+    return {**direction, layer.bias: direction[layer.bias] - change.flatten(0, -2).mean(0)}
+
+
 class TestLastLayer:
     @pytest.mark.parametrize("kind", KINDS)
-    def test_it_is_the_exact_alignment_in_that_layer(self, kind: str) -> None:
+    def test_it_is_the_exact_alignment_in_that_layer_less_the_common_change(self, kind: str) -> None:
         model, batch = make(kind, 5, 4, 3)
         layer = LastLayer(model)
         direction = {
@@ -34,7 +46,10 @@ class TestLastLayer:
             losses = cross_entropy(model, batch)
         found = layer.alignment(losses, direction)
         torch.set_rng_state(state)
-        expected = alignment(model, cross_entropy, batch, direction, estimator="per_example")
+        twin = copy.deepcopy(model)
+        own = without_the_common_change(layer, lambda: cross_entropy(model, batch), direction)
+        torch.set_rng_state(state)
+        expected = alignment(twin, cross_entropy, batch, own, estimator="per_example")
         torch.testing.assert_close(found, expected)
         losses.sum().backward()  # the graph is still there
 
@@ -48,7 +63,39 @@ class TestLastLayer:
         layer, direction = LastLayer(model), {n: torch.randn_like(p) for n, p in model.named_parameters()}
         with layer.heard():
             losses = loss_fn(model, x)
-        torch.testing.assert_close(layer.alignment(losses, direction), alignment(model, loss_fn, x, direction))
+        own = without_the_common_change(layer, lambda: model(x), direction)
+        torch.testing.assert_close(layer.alignment(losses, direction), alignment(model, loss_fn, x, own))
+
+    def test_a_shift_of_all_outputs_tells_nothing(self) -> None:
+        model, batch = make("mlp", 5, 4, 3)
+        layer = LastLayer(model)
+        with layer.heard():
+            losses = cross_entropy(model, batch)
+        found = layer.alignment(losses, {layer.bias: torch.randn(3).double()})
+        assert found.abs().max() < 1e-12
+
+    def test_a_tied_weight_is_found_by_its_first_name(self) -> None:
+        class Tied(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.words, self.head = nn.Embedding(7, 4), nn.Linear(4, 7)
+                self.head.weight = self.words.weight
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.head(self.words(x))
+
+        model, batch = Tied(), (torch.randint(7, (5,)), torch.randint(7, (5,)))
+        layer = LastLayer(model)
+        with layer.heard():
+            losses = cross_entropy(model, batch)
+        assert layer.weight == "words.weight"
+        assert (layer.alignment(losses, {"words.weight": torch.randn(7, 4)}) != 0).all()
+
+    def test_a_computed_weight_is_no_layer_of_its_own(self) -> None:
+        head = nn.utils.parametrizations.weight_norm(nn.Linear(4, 3))
+        with pytest.raises(GradsieveError, match="the model has none"):
+            LastLayer(head)
+        assert LastLayer(nn.Sequential(nn.Linear(4, 4), head)).name == "0"
 
     def test_it_listens_to_nothing_else(self) -> None:
         model, batch = make("mlp", 5, 4, 3)
@@ -57,6 +104,9 @@ class TestLastLayer:
         with layer.heard():
             losses = cross_entropy(model, batch)
         cross_entropy(twin, batch)
+        with layer.heard():  # a teacher's pass within the student's
+            losses = cross_entropy(model, batch)
+            cross_entropy(twin, batch)
         model(torch.randn(2, 4).double())
         assert layer.alignment(losses, {}).tolist() == [0] * 5
         with pytest.raises(GradsieveError, match="was not called"):
@@ -255,6 +305,22 @@ class TestBudget:
     def test_a_model_without_a_linear_layer_is_measured_whole(self) -> None:
         model = nn.Sequential(nn.Conv2d(1, 3, 3), nn.Flatten(1), nn.AvgPool1d(9))
         dds = DDS(model, None, cross_entropy, SGD(model.parameters(), lr=0.1), [0], overhead=0.1)
+        assert dds.last_layer is None
+
+    def test_what_the_user_asks_for_is_not_overruled(self) -> None:
+        dds, _ = trained(3, overhead=0.1, alignment="full")
+        assert dds.last_layer is None
+
+    def test_a_layer_that_is_never_called_is_given_up(self) -> None:
+        model = nn.Sequential(mlp(), nn.Identity())
+        model[1].unused = nn.Linear(3, 3)
+        optimizer, batch = SGD(model.parameters(), lr=0.1), (torch.randn(8, 6), torch.randint(3, (8,)))
+        dds = DDS(model, None, cross_entropy, optimizer, [batch], overhead=0.1)
+        with pytest.warns(UserWarning, match="measures alignment by a forward pass: .*unused, which was not called"):
+            dds.loss(batch).backward()
+        optimizer.step()
+        dds.step()
+        dds.loss(batch).backward()
         assert dds.last_layer is None
 
     def test_a_scorer_without_alignment_needs_no_layer(self) -> None:

@@ -129,6 +129,26 @@ class TestGradients:
         store.add(0, [torch.ones(3)])
         assert store.rewards(0).tolist() == pytest.approx([1, 0, 0])
 
+    @pytest.mark.parametrize("options", [{}, {"projection": 4}])
+    def test_a_loaded_store_follows_the_gradients_to_their_device(self, options: dict[str, Any]) -> None:
+        store, loaded = GradientStore(2, **options), GradientStore(2, **options)
+        store.add(0, [torch.ones(6)])
+        for other in (loaded, store):
+            other.load_state_dict(store.state_dict())
+            other.add(0, [torch.ones(6, device="meta")])
+            assert other.vectors is not None
+            assert other.vectors.device.type == "meta"
+
+    @pytest.mark.parametrize("options", [{}, {"projection": 64}])
+    def test_sparse_gradients_count_as_dense_ones(self, options: dict[str, Any]) -> None:
+        layer = nn.Embedding(5, 3, sparse=True)
+        layer(torch.tensor([1, 1, 4])).sum().backward()
+        assert layer.weight.grad is not None
+        sparse, dense = GradientStore(1, **options), GradientStore(1, **options)
+        sparse.add(0, [layer.weight.grad])
+        dense.add(0, [layer.weight.grad.to_dense()])
+        torch.testing.assert_close(sparse.vectors, dense.vectors)
+
 
 def test_draws_follow_the_probabilities_and_what_is_available() -> None:
     dds = GroupDDS(None, 4, 0)
@@ -241,6 +261,19 @@ def test_a_scorer_without_parameters_to_learn() -> None:
     table.logits.requires_grad_(False)
     dds = GroupDDS(table, 3, 0, scorer_optimizer=optimizer, items_between=8)
     assert feed(dds, 1, torch.Generator().manual_seed(0))[0] is not None
+
+
+def test_a_scorer_without_any_parameters() -> None:
+    class Even(nn.Module):
+        def forward(self, available: Tensor) -> Tensor:
+            return torch.zeros_like(available)
+
+    dds, other = GroupDDS(Even(), 3, 0, items_between=8), GroupDDS(Even(), 3, 0, items_between=8)
+    record = feed(dds, 1, torch.Generator().manual_seed(0))[0]
+    torch.testing.assert_close(record.probabilities, torch.full((3,), 1 / 3))
+    other.load_state_dict(dds.state_dict())
+    with pytest.raises(GradsieveError, match="no parameters to imitate"):
+        dds.imitate(lambda rows: rows.float(), torch.ones(2, 3))
 
 
 @pytest.mark.parametrize(

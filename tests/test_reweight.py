@@ -829,3 +829,159 @@ def test_a_distributed_sampler_shuffles_each_pass_of_dev_anew() -> None:
     again = batches()
     again.load_state_dict(first.state_dict())
     assert [again.draw()[0].tolist() for _ in range(5)] == drawn[3:]
+
+
+def test_a_loader_with_a_state_in_name_only_is_resumed_by_counting() -> None:
+    """As accelerate's DataLoaderShard."""
+
+    class Shard(DataLoader[Any]):
+        def state_dict(self) -> Any:
+            return self.dl_state_dict  # type: ignore[attr-defined]
+
+        def load_state_dict(self, state: Any) -> None:
+            self.base_dataloader.load_state_dict(state)  # type: ignore[attr-defined]
+
+    def batches() -> DevBatches:
+        return DevBatches(Shard(TensorDataset(torch.arange(12)), 3, shuffle=True), RandomStream(torch.device("cpu"), 0))
+
+    whole, first, again = batches(), batches(), batches()
+    drawn = [whole.draw()[0].tolist() for _ in range(8)]
+    for _ in range(3):
+        first.draw()
+    again.load_state_dict(first.state_dict())
+    again.stream.state = first.stream.state
+    assert [again.draw()[0].tolist() for _ in range(5)] == drawn[3:]
+    with pytest.raises(GradsieveError, match="had a state of its own"):
+        again.load_state_dict({"begun": True, "passes": 1, "loader": {}})
+
+
+def test_a_look_at_the_model_between_the_steps_changes_nothing() -> None:
+    """model.eval() and back is the user's business; rewards are those of the pass that trained."""
+    found = []
+    for looks in (False, True):
+        torch.manual_seed(0)
+        model, batch = make("cnn-train", 6, 4, 3)
+        optimizer = SGD(model.parameters(), lr=0.1)
+        dds = DDS(model, None, cross_entropy, optimizer, [batch], seed=0)
+        dds.loss(batch).backward()
+        optimizer.step()
+        if looks:
+            model.eval()
+        record = dds.step()
+        assert record is not None
+        assert model.training is not looks
+        found.append(record.rewards)
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+
+
+def test_a_batch_that_was_dropped_before_its_backward_is_no_micro_batch() -> None:
+    model, batch = make("mlp", 6, 4, 3)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    dds = DDS(model, None, cross_entropy, optimizer, [batch], seed=0)
+    for drop in (False, True, False):
+        loss = dds.loss(batch)
+        if drop:
+            continue  # gradients of the step before are still there
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        record = dds.step()
+    assert record is not None
+    assert record.weights.shape == (6,)
+    assert float(record.weights.sum()) == pytest.approx(1)
+
+
+def test_an_empty_batch_is_refused() -> None:
+    model, (x, y) = make("mlp", 6, 4, 3)
+    dds = DDS(model, None, cross_entropy, SGD(model.parameters(), lr=0.1), [(x, y)])
+    with pytest.raises(GradsieveError, match="empty batch"):
+        dds.loss((x[:0], y[:0]))
+
+
+def test_an_average_of_dev_gradients_gets_over_a_bad_first_one() -> None:
+    model, (x, y) = make("mlp", 6, 4, 3)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    dds = DDS(model, None, cross_entropy, optimizer, [(x * torch.nan, y), (x, y), (x, y)], dev_average=0.9, seed=0)
+    skipped = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        dds.loss((x, y)).backward()
+        optimizer.step()
+        record = dds.step()
+        assert record is not None
+        skipped.append(record.skipped is not None)
+    assert skipped == [True, False, False]
+
+
+def test_a_scorer_that_is_frozen_hears_no_more_lessons() -> None:
+    model, batch = make("mlp", 6, 4, 3)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    dds = DDS(model, None, cross_entropy, optimizer, [batch], replay=4, seed=0)
+    for frozen in (False, True):
+        dds.scorer.requires_grad_(not frozen)
+        optimizer.zero_grad()
+        dds.loss(batch).backward()
+        optimizer.step()
+        dds.step()
+    assert dds.steps == 2
+
+
+def test_parameters_may_be_frozen_between_the_steps() -> None:
+    model, batch = make("mlp", 6, 4, 3)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    dds = DDS(model, None, cross_entropy, optimizer, [batch], seed=0)
+    dds.loss(batch).backward()
+    optimizer.step()
+    next(model.parameters()).requires_grad_(False)
+    record = dds.step()
+    assert record is not None
+    assert record.skipped is None
+
+
+def test_a_buffer_may_grow() -> None:
+    class Growing(nn.Module):
+        mask: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 3)
+            self.register_buffer("mask", torch.ones(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.mask = torch.ones(len(self.mask) + 3)
+            return self.linear(x)
+
+    model, batch = Growing(), (torch.randn(6, 4), torch.randint(3, (6,)))
+    optimizer = SGD(model.parameters(), lr=0.1)
+    dds = DDS(model, None, cross_entropy, optimizer, [batch], seed=0)
+    for steps in range(1, 4):
+        optimizer.zero_grad()
+        dds.loss(batch).backward()
+        optimizer.step()
+        dds.step()
+        assert len(model.mask) == 2 + 3 * steps
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_users_autocast_is_not_the_scorers(dtype: torch.dtype) -> None:
+    seen = []
+
+    class Spy(MLPScorer):
+        def forward(self, batch: Any) -> Tensor:
+            found = super().forward(batch)
+            seen.append(self.body[1](batch[0].flatten(1)).dtype)
+            return found
+
+    model, (x, y) = mlp(), (torch.randn(6, 6), torch.randint(3, (6,)))
+    dds = DDS(model, Spy(6), cross_entropy, SGD(model.parameters(), lr=0.1), [(x, y)])
+    with torch.autocast("cpu", dtype):
+        dds.loss((x.to(dtype), y))
+    assert seen == [torch.float32]
+
+
+def test_a_state_without_ring_or_budget_is_taken() -> None:
+    model, batch = make("mlp", 6, 4, 3)
+    plain = DDS(model, None, cross_entropy, SGD(model.parameters(), lr=0.1), [batch], seed=0)
+    rich = DDS(model, None, cross_entropy, SGD(model.parameters(), lr=0.1), [batch], seed=0, overhead=0.1)
+    rich.load_state_dict(plain.state_dict())
+    assert rich.steps == 0

@@ -23,10 +23,13 @@ from hypothesis import strategies as st
 from rich.console import Console
 from safetensors.torch import load_file
 from test_image_sources import make_folder, make_shards, table
+from zoo import differences, fingerprint
 
-from gradsieve import GradsieveError
+from gradsieve import DDS, GradsieveError
+from gradsieve.images.load import load_splits
 from gradsieve.images.models import build_model
-from gradsieve.images.train import Preparation, evaluate
+from gradsieve.images.recipe import ImageRecipe
+from gradsieve.images.train import Preparation, SetUp, evaluate
 from gradsieve.report.comparison import half_interval, oracle_shares, summarize, verdict
 from gradsieve.report.frontier import frontier
 from gradsieve.runs import checkpoint as checkpoint_file
@@ -409,6 +412,12 @@ class TestRuns:
         assert (tmp_path / "other/metrics.jsonl").read_text() == "precious"
         assert (tmp_path / "run/recipe.json/precious").exists()
 
+    def test_a_run_that_was_stopped_before_it_wrote_anything_goes_on(self, tmp_path: Path) -> None:
+        (tmp_path / "run").mkdir()
+        for name in (".lock", ".recipe.json.123"):
+            (tmp_path / "run" / name).touch()
+        assert run(tmp_path / "run", "uniform", "steps=2", resume=True)["method"] == "uniform"
+
     def test_two_processes_do_not_share_a_folder(self, tmp_path: Path) -> None:
         directory = RunDirectory(tmp_path / "run", recipe_of("digits"), "dds", 0, "data", resume=True)
         with directory.opened({}), pytest.raises(GradsieveError, match="another process is at work"):
@@ -446,6 +455,17 @@ class TestRuns:
             assert not (tmp_path / "run").exists()
         with pytest.raises(GradsieveError, match="fails on a batch"):
             run(tmp_path / "run", "uniform", "model.name=small-cnn", "batch_size=1")
+
+    def test_trying_out_leaves_no_trace(self) -> None:
+        recipe = recipe_of("digits", ["model.name=small-cnn", "scorer.kind=paper+label"])
+        assert isinstance(recipe, ImageRecipe)
+        setup = SetUp(recipe, "dds", load_splits(recipe, None, 0), 0, CPU)
+        assert isinstance(setup.way, DDS)
+        modules = setup.model, setup.way.scorer
+        before = [fingerprint(module) for module in modules]
+        setup.try_out()
+        assert [differences(b, fingerprint(module)) for b, module in zip(before, modules, strict=True)] == [[], []]
+        assert any("running_mean" in name for name in before[1])
 
     @pytest.mark.skipif(not CIFAR10.is_dir(), reason="needs CIFAR-10 in ../shared/data")
     def test_cifar10(self, tmp_path: Path) -> None:
@@ -594,6 +614,14 @@ def test_a_full_disk_ends_with_a_message_and_the_last_checkpoint(call: Callable[
             "nothing to train on",
         ),
         (("download", "mnist", "--out", "x"), "no data set 'mnist'"),
+        (
+            ("train", "digits", "--set", "scorer.kind=paper", "--set", "scorer.shrink=2", "--out", "x"),
+            "scorer.kind=paper with scorer.shrink=2 fails on a batch of images (64, 1, 8, 8)",
+        ),
+        (
+            ("compare", "digits", "--methods", "uniform,dds:scorer.kind=conv:scorer.shrink=16", "--out", "x"),
+            "scorer.kind=conv with scorer.shrink=16 fails on a batch of images",
+        ),
         (("train", "digits", "--overhead", "0", "--out", "x"), "dds.overhead"),
         (("train", "digits", "--overhead", "0.1", "--set", "dds.update_every=2", "--out", "x"), "give one of them"),
         (("recipes", "nothing"), "unknown recipe 'nothing'"),

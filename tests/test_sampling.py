@@ -139,6 +139,57 @@ def test_non_finite_scores_are_drawn_as_neutral() -> None:
     scores[3] = torch.nan
     sampler = ScoreSampler(data(), Table(scores), batch_size=4)
     torch.testing.assert_close(sampler.probabilities(), torch.full((12,), 1 / 12).double())
+    assert sampler.logits(data().tensors).tolist() == [0.0] * 12
+
+
+class Told(ScoreSampler):
+    """Writes down the first example's score by which each batch is drawn."""
+
+    def refresh(self) -> None:
+        super().refresh()
+        assert isinstance(self.scorer, Table)
+        self.score = float(self.scorer.scores[0].detach())
+
+    def _draw(self, count: int) -> Tensor:
+        drawn_by.append(self.score)
+        return super()._draw(count)
+
+
+drawn_by: list[float] = []
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_batch_is_weighed_by_the_scores_that_it_was_drawn_by(workers: int) -> None:
+    dataset, scorer = data(40), Table(torch.zeros(40).double())
+    sampler = Told(dataset, scorer, batch_size=4, refresh_every=3, max_logit=None)
+    loader = DataLoader(dataset, batch_size=4, sampler=sampler, num_workers=workers)
+    for batches in (10, 4, 10):  # of the second pass some are never used
+        drawn_by.clear()
+        found = []
+        for batch, _ in zip(loader, range(batches), strict=False):
+            found += sampler.logits(batch).unique().tolist()
+            scorer.scores.data += 1  # learning, of a kind that changes no draws
+        assert found == drawn_by[:batches]
+        assert len(set(found)) > 1
+
+
+def test_scores_that_nobody_asks_for_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gradsieve.sampling.AHEAD", 4)
+    sampler = ScoreSampler(data(), Table(torch.zeros(12).double()), batch_size=4, num_samples=200, refresh_every=1)
+    for _ in sampler:
+        assert len(sampler._newer) <= 4
+
+
+def test_each_process_draws_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    def drawn() -> list[int]:
+        return list(ScoreSampler(data(), Table(torch.zeros(12).double()), num_samples=50))
+
+    alone = drawn()
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    for rank, alike in ((0, True), (1, False)):
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+        assert (drawn() == alone) == alike
 
 
 def test_clear_errors() -> None:

@@ -40,6 +40,8 @@ class _Call:
 
     name: str
     layer: nn.Module
+    parameters: dict[str, str]
+    """The layer's own names of them -> the model's."""
     input: Tensor
     buffers: dict[str, Tensor]
     delta: Tensor | None = None
@@ -51,25 +53,32 @@ class Heard:
     """A training forward, and then its backward, as the layers saw them."""
 
     calls: list[_Call] = field(default_factory=list)
+    factors: Tensor | None = None
+    """(B,): what the backward has multiplied each l_i by, weight and a GradScaler's scale."""
+
+    def listen(self, losses: Tensor) -> None:
+        """To what comes back to them."""
+        self.factors = torch.full_like(losses, torch.nan).detach()  # until then
+        losses.register_hook(lambda factors: setattr(self, "factors", factors.detach()))
 
     @torch.no_grad()
-    def rewards(self, direction: Direction, weights: Tensor) -> Tensor:
-        """v . grad l_i, (B,), `weights` being what each l_i was multiplied by in the backward."""
-        total = torch.zeros_like(weights)
+    def rewards(self, direction: Direction) -> Tensor:
+        """v . grad l_i, (B,); 0 for an example that had no part in the backward."""
+        assert self.factors is not None
+        total, count = torch.zeros_like(self.factors), len(self.factors)
         for call in self.calls:
-            prefix = f"{call.name}." if call.name else ""
-            own = {n: direction[prefix + n] for n, _ in call.layer.named_parameters() if prefix + n in direction}
+            own = {n: direction[whole] for n, whole in call.parameters.items() if whole in direction}
             if call.delta is None or not own:
                 continue
-            if len(call.delta) != len(weights):
+            if len(call.delta) != count:
                 raise GradsieveError(
-                    f"reward='activations' wants one row for each of {len(weights)} examples from {call.name}, which "
+                    f"reward='activations' wants one row for each of {count} examples from {call.name}, which "
                     f"gave shape {tuple(call.delta.shape)}: use reward='finite_difference'."
                 )
             zeros = {n: torch.zeros_like(p) for n, p in call.layer.named_parameters()}
             change = functional_call(call.layer, {**zeros, **own, **call.buffers}, (call.input,))
             total += (call.delta.to(change.dtype) * change).flatten(1).sum(1)
-        return total / weights
+        return torch.where(self.factors != 0, total / self.factors, 0.0)
 
 
 class Activations:
@@ -77,20 +86,31 @@ class Activations:
 
     def __init__(self, model: nn.Module):
         self._heard: Heard | None = None
+        self._unknown: list[tuple[str, nn.Module]] = []
+        self.names = {id(p): name for name, p in model.named_parameters()}  # a tied one goes by its first name
         me = weakref.ref(self)
         for name, layer in model.named_modules():
-            if not any(p.requires_grad for p in layer.parameters(recurse=False)):
+            if not any(True for _ in layer.parameters(recurse=False)):
                 continue
             if not isinstance(layer, LINEAR_IN_PARAMETERS) or (isinstance(layer, nn.Embedding) and layer.max_norm):
+                self._unknown.append((name, layer))
+            else:
+                layer.register_forward_hook(_listener(me, name, weakref.ref(layer)))
+        self._check()
+
+    def _check(self) -> None:
+        """Layers may be frozen and unfrozen."""
+        for name, layer in self._unknown:
+            if _trains(layer):
                 raise GradsieveError(
                     f"reward='activations' knows layers that are linear in their parameters, but {name or 'the model'} "
                     f"is a {type(layer).__name__}: use reward='finite_difference'."
                 )
-            layer.register_forward_hook(_listener(me, name))
 
     @contextmanager
     def heard(self) -> Iterator[Heard]:
         """Inside, layers at work are noted."""
+        self._check()
         self._heard = Heard()
         try:
             yield self._heard
@@ -98,14 +118,21 @@ class Activations:
             self._heard = None
 
 
-def _listener(me: "weakref.ref[Activations]", name: str) -> Any:
+def _trains(layer: nn.Module) -> bool:
+    return any(p.requires_grad for p in layer.parameters(recurse=False))
+
+
+def _listener(me: "weakref.ref[Activations]", name: str, original: "weakref.ref[nn.Module]") -> Any:
     def listen(layer: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
         owner = me()
-        if owner is None or owner._heard is None or not output.requires_grad:
+        if owner is None or owner._heard is None or layer is not original():  # a copy of the model has our hooks too
+            return
+        if not output.requires_grad or not _trains(layer):
             return
         given = inputs[0].detach()
         given = given.float() if given.dtype in (torch.float16, torch.bfloat16) else given
-        call = _Call(name, layer, given, snapshot(dict(layer.named_buffers())))
+        parameters = {n: owner.names.get(id(p), "") for n, p in layer.named_parameters(remove_duplicate=False)}
+        call = _Call(name, layer, parameters, given, snapshot(dict(layer.named_buffers())))
         output.register_hook(lambda delta: setattr(call, "delta", delta.detach()))
         owner._heard.calls.append(call)
 

@@ -25,12 +25,13 @@ Overrides = Annotated[
 Scores = Annotated[
     Path | None,
     typer.Option(
-        "--scores", help="Train on the best 80% by this file of `gradsieve score`; see selection.keep, selection.use."
+        "--scores",
+        help="For images: train on the best 80% by this file of `gradsieve score`; see selection.keep, selection.use.",
     ),
 ]
 Overhead = Annotated[
     float | None,
-    typer.Option("--overhead", help="For dds: how much longer than a plain step one may take, such as 0.1."),
+    typer.Option("--overhead", help="For images: how much longer than a plain step one of dds may take, such as 0.1."),
 ]
 TensorBoard = Annotated[
     bool, typer.Option("--tensorboard", help="Also write TensorBoard's event files, into each run's folder.")

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from .errors import GradsieveError
 from .parallel import ALONE, World, local
-from .parameters import LossFn, checked_losses, to_device, untouched
+from .parameters import LossFn, Modes, checked_losses, to_device, untouched
 from .randomness import RandomState, RandomStream, random_state
 
 DEV_MODES = ("eval", "train")
@@ -22,18 +22,20 @@ def dev_gradient(
     theta: dict[str, nn.Parameter],
     *,
     mode: str,
+    modes: Modes = (),
     autocast: torch.dtype | None = None,
     world: World = ALONE,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """J(theta_t, dev batch) and its gradient d_theta, line 7 of Algorithm 1. ``.grad`` is not involved.
 
-    `mode` is ``"train"``, every module in the mode that it trains in, or ``"eval"``: BatchNorm's running statistics, no
-    dropout. `autocast` is the training forward's precision; float16, whose gradients underflow without a GradScaler,
-    is not followed. Of several processes each has a dev batch of its own, and J is the mean over all of them.
+    `mode` is ``"train"``, every module in the mode that it trains in, noted in `modes` or else its present one, or
+    ``"eval"``: BatchNorm's running statistics, no dropout. `autocast` is the training forward's precision; float16,
+    whose gradients underflow without a GradScaler, is not followed. Of several processes each has a dev batch of its
+    own, and J is the mean over all of them.
     """
     device = next(iter(theta.values())).device
     low = torch.autocast(device.type, torch.bfloat16, autocast == torch.bfloat16, cache_enabled=False)
-    with untouched(model, training=False if mode == "eval" else None), torch.enable_grad():
+    with untouched(model, training=False if mode == "eval" else None, modes=modes), torch.enable_grad():
         with low, _batchnorm_errors():
             losses = checked_losses(loss_fn(model, batch), batch, "loss_fn on a dev batch")
         dev_loss = losses.mean() * (len(losses) / world.sizes(len(losses)).total)
@@ -82,8 +84,8 @@ class DevBatches:
     """Draws from `loader` pass after pass. Shuffling uses `stream`, or the loader's own generator if it has one; a
     DistributedSampler is told the number of each pass.
 
-    A loader with a ``state_dict`` of its own, such as torchdata's StatefulDataLoader, is resumed by it; of any other
-    the saved pass is begun anew and what had been drawn of it is skipped.
+    A loader with a state of its own, such as torchdata's StatefulDataLoader, is resumed by it; of any other the saved
+    pass is begun anew and what had been drawn of it is skipped.
     """
 
     def __init__(self, loader: Iterable[Any], stream: RandomStream):
@@ -137,15 +139,21 @@ class DevBatches:
 
     def state_dict(self) -> dict[str, Any]:
         now = {"begun": self._batches is not None, "passes": self._passes}
-        if hasattr(self.loader, "state_dict"):
-            return {**now, "loader": self.loader.state_dict()}
+        with suppress(AttributeError):  # accelerate's loaders have the method, but not always a state
+            return {**now, "loader": self.loader.state_dict()}  # type: ignore[attr-defined]
         return {**now, "drawn": self._drawn, "start": self._start[0], "generators": self._start[1]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._batches, self._drawn = None, 0
         self._passes = max(0, state.get("passes", 0) - 1)  # the pass that goes on is begun anew
-        if hasattr(self.loader, "load_state_dict"):
-            self.loader.load_state_dict(state["loader"])
+        if "loader" in state:
+            try:
+                self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
+            except AttributeError as error:
+                raise GradsieveError(
+                    "the saved dev_loader had a state of its own, and this one takes none. "
+                    "Resume with a loader that is made in the same way."
+                ) from error
             return
         if not state["begun"]:
             return

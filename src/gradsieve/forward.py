@@ -1,4 +1,4 @@
-"""The training forward, kept so that the reward pass can see it again: same dropout masks, buffers and precision."""
+"""The training forward, kept so that the reward pass can see it again: same dropout masks, buffers, modes."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from .errors import check
 from .parallel import Sizes, World, reshard, unwrapped
-from .parameters import Direction, LossFn, checked_losses, device_of, full_precision, snapshot
+from .parameters import Direction, LossFn, Modes, checked_losses, device_of, full_precision, modes_of, snapshot
 from .randomness import RandomState, random_state
 from .reward import EPSILON, Theta, rewards
 
@@ -30,6 +30,8 @@ class TrainingForward:
     """Before the pass."""
     buffers: dict[str, Tensor]
     """Before the pass; empty if nobody is going to see it again."""
+    modes: Modes
+    """In the pass; empty likewise."""
     autocast: torch.dtype | None
 
     def rewards(
@@ -54,6 +56,7 @@ class TrainingForward:
             losses=self.losses if self.autocast is None else None,
             state=self.state,
             buffers=self.buffers,
+            modes=self.modes,
             epsilon=epsilon,
             world=self.world,
         ).detach()
@@ -65,11 +68,14 @@ def training_forward(
     """The losses with their graph, (B,), and the pass without it; `again` if the reward pass is to see it."""
     check(torch.is_grad_enabled(), f"{who}.loss() must run with gradients enabled; it is called under no_grad.")
     own, device = unwrapped(model), device_of(model)
-    state, buffers = random_state(device), snapshot(dict(own.named_buffers())) if again else {}
+    state = random_state(device)
+    buffers, modes = (snapshot(dict(own.named_buffers())), modes_of(own)) if again else ({}, ())
     losses = checked_losses(loss_fn(model, batch), batch)  # (B,)
     if world.sharded:  # FSDP2 leaves the root's parameters whole after the pass
         reshard(own)
     check(losses.requires_grad, "the losses carry no gradient; loss_fn must not detach or run under no_grad.")
     autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
     sizes = world.sizes(len(losses))
-    return losses, TrainingForward(own, world, loss_fn, batch, losses.detach(), sizes, state, buffers, autocast)
+    check(sizes.total > 0, f"{who}.loss() was given an empty batch. Leave such batches out.")
+    seen = TrainingForward(own, world, loss_fn, batch, losses.detach(), sizes, state, buffers, modes, autocast)
+    return losses, seen

@@ -48,11 +48,12 @@ class GradientStore:
         tensors = list(gradients.values() if isinstance(gradients, Mapping) else gradients)
         if not tensors:
             raise GradsieveError("observe() was given no gradients: call it after backward(), before zero_grad().")
-        tensors = [local(t.detach()) for t in tensors]
+        tensors = [t.to_dense() if t.is_sparse else t for t in (local(t.detach()) for t in tensors)]
         vectors = [t.flatten() for t in tensors] if self.projection is None else [self._projected(tensors)]
         length = sum(map(len, vectors))
         if self.vectors is None:
             self.vectors = torch.zeros(self.num_groups, length, dtype=self.dtype, device=vectors[0].device)
+        self.vectors = self.vectors.to(vectors[0].device)  # a state that was loaded lies on the CPU
         if self.vectors.shape[1] != length:
             raise GradsieveError(
                 f"observe() was given {length:,} numbers, but {self.vectors.shape[1]:,} before: "
@@ -92,8 +93,8 @@ class GradientStore:
         flat = torch.cat([t.flatten().float() for t in tensors])  # (P,)
         if self._buckets is None or len(self._buckets) != len(flat):
             generator = torch.Generator().manual_seed(self.seed)
-            buckets = torch.randint(2 * self.projection, (len(flat),), generator=generator, dtype=torch.int32)
-            self._buckets = buckets.to(flat.device)
+            self._buckets = torch.randint(2 * self.projection, (len(flat),), generator=generator, dtype=torch.int32)
+        self._buckets = self._buckets.to(flat.device)
         signs = 1 - 2 * (self._buckets & 1)
         return flat.new_zeros(self.projection).index_add_(0, self._buckets >> 1, signs * flat)
 

@@ -14,7 +14,7 @@ from .joint import Joint
 from .networks import SignalScorer
 from .optimizers import load_optimizer
 from .parallel import Sizes, World
-from .parameters import untouched
+from .parameters import full_precision, untouched
 from .randomness import RandomStream, seeded
 from .replay import Lesson, Ring, foresight
 from .sampling import ScoreSampler
@@ -104,6 +104,8 @@ class Learner:
     def score(self, batch: Any, signals: dict[str, Tensor], losses: Tensor, sizes: Sizes, *, learning: bool) -> Scored:
         """Line 3: scores, with psi's graph if it is to learn from them."""
         with record_function("gradsieve.scorer"), self.stream, torch.set_grad_enabled(learning):
+            if torch.is_autocast_enabled(self.stream.device.type):  # the user's; psi keeps its own precision
+                batch = full_precision(batch)
             with untouched(self.scorer, training=False) if self.sampler else nullcontext(), self._low():
                 scores = self._scores(batch, signals, losses, sizes)
             finite = scores.isfinite().all()
@@ -120,9 +122,8 @@ class Learner:
         return checked_scores(self.scorer(batch, **told), losses.new_empty(sizes.total))[sizes.place]
 
     def _low(self) -> AbstractContextManager[Any]:
-        if self.precision == "float32":
-            return nullcontext()
-        return torch.autocast(self.stream.device.type, torch.bfloat16, cache_enabled=False)
+        low = self.precision == "bfloat16"
+        return torch.autocast(self.stream.device.type, torch.bfloat16, enabled=low, cache_enabled=False)
 
     def joint(self) -> Joint:
         """The softmax of line 4, over a batch whose parts are yet to come."""
@@ -156,6 +157,8 @@ class Learner:
         with record_function("gradsieve.replay"):
             sizes = self.world.sizes(len(lesson.rewards))
             part = self.score(lesson.batch, dict(lesson.signals), lesson.rewards, sizes, learning=True)
+            if not part.logits.requires_grad:  # psi has been frozen since
+                return
             joint = self.joint()
             joint.join(part.logits, sizes)
             self._climb(joint, joint.gathered([lesson.rewards]), self.world.agreed(part.finite))
@@ -182,5 +185,5 @@ class Learner:
         if self.optimizer:
             load_optimizer(self.optimizer, state["scorer_optimizer"])
         self.outlook = state["outlook"].to(self.stream.device).clone()
-        if self.ring is not None:
+        if self.ring is not None and state["ring"] is not None:
             self.ring.load_state_dict(state["ring"], self.stream.device)

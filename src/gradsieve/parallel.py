@@ -15,9 +15,16 @@ from torch.nn.parallel import DistributedDataParallel
 from .errors import check
 
 
+def data_parallel(model: nn.Module | None) -> DistributedDataParallel | None:
+    """The model as DistributedDataParallel, compiled or not, if it is that."""
+    inner = getattr(model, "_orig_mod", model)
+    return inner if isinstance(inner, DistributedDataParallel) else None
+
+
 def unwrapped(model: nn.Module) -> nn.Module:
     """The user's own module: passes that no gradient is synchronised for go around DistributedDataParallel."""
-    return model.module if isinstance(model, DistributedDataParallel) else model
+    wrapper = data_parallel(model)
+    return model if wrapper is None else wrapper.module
 
 
 def is_shard(tensor: Tensor) -> bool:
@@ -116,8 +123,8 @@ class World:
                 "part or in several dimensions. Call fully_shard(model) on the root too.",
             )
             self.group = next(iter(meshes)).get_group()
-        elif isinstance(model, DistributedDataParallel):
-            self.group = model.process_group
+        elif (wrapper := data_parallel(model)) is not None:
+            self.group = wrapper.process_group
         elif together and dist.is_available() and dist.is_initialized():
             self.group = dist.group.WORLD
         self.size = 1 if self.group is None else dist.get_world_size(self.group)
@@ -155,6 +162,13 @@ class World:
         total = value.detach().clone()
         self.add_up([total])
         return total
+
+    def mean(self, rows: Tensor) -> Tensor:
+        """Of the rows (n, d) of all processes, (d,)."""
+        if self.size == 1:
+            return rows.mean(0)
+        total = self.summed(torch.cat([rows.sum(0), rows.new_full((1,), len(rows))]))
+        return total[:-1] / total[-1]
 
     def agreed(self, good: Tensor) -> Tensor:
         """Whether it is true everywhere."""

@@ -4,7 +4,7 @@ Everything here writes through ``.data``. Autograd's version counters do not see
 training graph that still waits for its ``backward`` stays valid, and the values are put back bit for bit.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,9 @@ Direction = Mapping[str, Tensor]
 
 LossFn = Callable[[nn.Module, Any], Tensor]
 """``loss_fn(model, batch)``: one loss per example, ``(B,)``."""
+
+Modes = Sequence[tuple[nn.Module, bool]]
+"""Modules, and whether each trains."""
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -73,29 +76,52 @@ def lent(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
 
 @contextmanager
 def untouched(
-    model: nn.Module, *, training: bool | None = None, buffers: Mapping[str, Tensor] | None = None
+    model: nn.Module,
+    *,
+    training: bool | None = None,
+    modes: Modes = (),
+    buffers: Mapping[str, Tensor] | None = None,
 ) -> Iterator[None]:
     """Buffers (BatchNorm statistics) and train/eval modes are afterwards what they were before.
 
     `training` sets the mode inside. Recurrent layers stay as they are: cuDNN differentiates them in
-    training mode only. `buffers` sets buffers inside, by name: power iterations and the like go on from there.
+    training mode only. `modes` sets that of each module by itself, as `modes_of` has noted it. `buffers` sets buffers
+    inside, by name: power iterations and the like go on from there.
     """
-    modes = [(module, module.training) for module in model.modules()]
-    own = [(m, name, b, b.data.clone()) for m, _ in modes for name, b in m._buffers.items() if b is not None]
+    before = modes_of(model)
+    own = [(m, name, b, b.data.clone()) for m, _ in before for name, b in m._buffers.items() if b is not None]
     try:
         for name, value in (buffers or {}).items():
-            model.get_buffer(name).data.copy_(value)
+            _lend_buffer(model, name, value)
+        for module, mode in modes:
+            module.training = mode
         if training is not None:
-            for module, _ in modes:
+            for module, _ in before:
                 if not isinstance(module, nn.RNNBase):
                     module.training = training
         yield
     finally:
-        for module, mode in modes:
+        for module, mode in before:
             module.training = mode
         for module, name, buffer, value in own:
             buffer.data.copy_(value)
             module._buffers[name] = buffer
+
+
+def modes_of(model: nn.Module) -> Modes:
+    """Whether each module trains."""
+    return [(module, module.training) for module in model.modules()]
+
+
+def _lend_buffer(model: nn.Module, name: str, value: Tensor) -> None:
+    """In place, unless it has grown since."""
+    owner, _, leaf = name.rpartition(".")
+    module = model.get_submodule(owner)
+    present = module._buffers.get(leaf)
+    if present is not None and present.shape == value.shape:
+        present.data.copy_(value)
+    elif present is not None:
+        module._buffers[leaf] = value.clone()
 
 
 def checked_losses(losses: Any, batch: Any, who: str = "loss_fn") -> Tensor:

@@ -108,7 +108,8 @@ class GroupDDS:
         self.generator = generator or torch.Generator().manual_seed(seed)
         self.scorer = GroupScorer(num_groups, generator=self.generator) if scorer is None else scorer
         self.world.alike(self.scorer)
-        self.scorer_optimizer = scorer_optimizer or Adam(self.scorer.parameters(), lr=1e-4)
+        psi = {"params": list(self.scorer.parameters())}  # a scorer may have none
+        self.scorer_optimizer = scorer_optimizer or Adam([psi], lr=1e-4)
         self.num_groups, self.target_group = num_groups, target_group
         self.items_between, self.updates, self.batch_size = items_between, updates, batch_size
         self.cosine, self.reward_scale, self.psi_gradient = cosine, reward_scale, psi_gradient
@@ -171,8 +172,10 @@ class GroupDDS:
         self, distribution: Callable[[Tensor], Tensor], available: Tensor, *, passes: int = 20, lr: float = 1e-3
     ) -> float:
         """A prior: teaches the scorer ``distribution(available) -> (N, n)`` by mean squared error, and returns that."""
+        psi = list(self.scorer.parameters())
+        check(bool(psi), "the scorer has no parameters to imitate anything with.")
         rows = self._rows(available)
-        optimizer = Adam(self.scorer.parameters(), lr=lr)
+        optimizer = Adam(psi, lr=lr)
         error = torch.zeros(())
         for _ in range(passes):
             order = torch.randperm(len(rows), generator=self.generator)

@@ -29,7 +29,7 @@ from torch.func import functional_call
 from .errors import GradsieveError
 from .kernels import forward_mode_errors, full_precision_only, plain_kernels
 from .parallel import ALONE, World
-from .parameters import Direction, LossFn, checked_losses, device_of, lent, moved, norm, trainable, untouched
+from .parameters import Direction, LossFn, Modes, checked_losses, device_of, lent, moved, norm, trainable, untouched
 from .randomness import RandomState, random_state, replayed
 
 Theta = Mapping[str, Tensor]
@@ -117,10 +117,11 @@ def rewards(
     losses: Tensor | None = None,
     state: RandomState | None = None,
     buffers: Mapping[str, Tensor] | None = None,
+    modes: Modes = (),
     epsilon: float = EPSILON,
     world: World = ALONE,
 ) -> Tensor:
-    """`alignment` at the parameters, losses, random state and buffers of an earlier forward pass.
+    """`alignment` at the parameters, losses, random state, buffers and modes of an earlier forward pass.
 
     The rules of the reward pass hold here: parameters, ``.grad``, buffers, modes and the global random state
     are left as they were; dropout masks are those of `state`; everything runs in full precision even under autocast.
@@ -128,7 +129,8 @@ def rewards(
     device = device_of(model)
     theta = trainable(model) if theta is None else theta
     direction = {name: v for name, v in direction.items() if name in theta}  # some may have been frozen since
-    with replayed(device, random_state(device) if state is None else state), untouched(model, buffers=buffers):
+    state = random_state(device) if state is None else state
+    with replayed(device, state), untouched(model, buffers=buffers, modes=modes):
         with torch.autocast(device.type, enabled=False, cache_enabled=False):
             if estimator == "finite_difference":
                 return finite_difference(

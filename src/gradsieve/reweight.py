@@ -20,7 +20,7 @@ from .budget import Budget
 from .dev import DEV_MODES, DevBatches, dev_gradient
 from .errors import GradsieveError, check
 from .forward import TrainingForward, training_forward
-from .last_layer import LastLayer
+from .last_layer import LastLayer, last_linear
 from .learner import Learner
 from .optimizers import after_each_step, is_known, no_derivative, optimizer_derivative
 from .parallel import World, shard_of, sharded_like, unwrapped
@@ -78,10 +78,11 @@ class DDS:
         replay: how many batches of rewards are kept, so that the scorer learns at every step; see replay.py. Where the
             scorer reads the batch, as many batches are kept too. Rewards then count in units of their deviation.
         alignment: how the signal of that name is measured: ``"full"``, a forward pass, or ``"last_layer"``, next to
-            nothing; see last_layer.py. Rewards are those of all layers in any case.
+            nothing; see last_layer.py. Rewards are those of all layers in any case. None is ``"full"``; with a budget
+            it is ``"last_layer"`` where the model has such a layer.
         overhead: a budget, such as 0.10: how much longer than plain training a step may take. It chooses `update_every`
-            by the time that steps take, last-layer alignment where the model has such a layer, and a replay of 32.
-            Runs are then no longer the same to the last bit; ``record.update_every`` tells what was chosen.
+            by the time that steps take, and a replay of 32. Since the clock decides, two runs are no longer the same;
+            ``record.update_every`` tells what was chosen.
         max_logit: scores are bounded to +-max_logit by tanh; None for no bound.
         uniform_mix: share of each weight that is simply 1/B.
         caution: the price of uneven weights, in units of what a plain step does for dev: it falls as that does. At 0
@@ -97,8 +98,8 @@ class DDS:
         seed: of the random numbers that DDS itself draws (dev shuffling, dropout in dev pass and scorer);
             by default torch's initial seed. The global random state is never touched.
 
-    Memory beyond training: two copies of the parameters (theta_{t-1} and v), up to three more while a reward is
-    measured, the scorer, and its activations between `loss()` and `step()`.
+    Memory beyond training: a copy of the parameters between steps (v), a second one between `loss()` and `step()`
+    (theta_{t-1}), five while a reward is measured; the scorer, and its activations between `loss()` and `step()`.
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class DDS:
         optimizer_aware: bool = True,
         update_every: int = 1,
         replay: int = 0,
-        alignment: str = "full",
+        alignment: str | None = None,
         overhead: float | None = None,
         max_logit: float | None = MAX_LOGIT,
         uniform_mix: float = 0.0,
@@ -133,7 +134,7 @@ class DDS:
         check(0 <= dev_average < 1, f"dev_average must lie in 0 to 1, below 1, not {dev_average}.")
         check(dev_mode in DEV_MODES, f"dev_mode must be one of {DEV_MODES}, not {dev_mode!r}.")
         check(update_every >= 1, f"update_every must be at least 1, not {update_every}.")
-        check(alignment in ALIGNMENTS, f"alignment must be one of {ALIGNMENTS}, not {alignment!r}.")
+        check(alignment in (None, *ALIGNMENTS), f"alignment must be one of {ALIGNMENTS}, not {alignment!r}.")
         check(overhead is None or overhead > 0, f"overhead must be above 0, such as 0.1, not {overhead}.")
         check(overhead is None or update_every == 1, "overhead chooses update_every: give one of them.")
         check(epsilon > 0, f"epsilon must be above 0, not {epsilon}.")
@@ -151,7 +152,6 @@ class DDS:
         self.budget = None if overhead is None else Budget(overhead, device, self.world)
         if self.budget is not None:
             replay = replay or (0 if sampler else REPLAY)
-            alignment = "last_layer" if any(isinstance(m, nn.Linear) for m in model.modules()) else alignment
         self.learner = Learner(
             scorer,
             scorer_optimizer,
@@ -172,8 +172,9 @@ class DDS:
         )
         if self.world.rank:  # psi begins alike everywhere, dev batches and their dropout do not
             self.stream.state = RandomStream(device, seed + self.world.rank).state
-        wanted = "alignment" in self.learner.signals
-        self.last_layer = LastLayer(self._own) if wanted and alignment == "last_layer" else None
+        self._chosen = alignment is None and self.budget is not None and last_linear(self._own) is not None
+        last = "alignment" in self.learner.signals and (alignment == "last_layer" or self._chosen)
+        self.last_layer = LastLayer(self._own, self.world) if last else None
         self.dev = DevBatches(dev_loader, self.stream)
         self.activations = Activations(self._own) if reward == "activations" else None
         self.reward, self.cosine, self.epsilon, self.dev_mode = reward, cosine, epsilon, dev_mode
@@ -215,8 +216,10 @@ class DDS:
         scored = self.learner.score(batch, signals, forward.losses, forward.sizes, learning=learning)
         weights = turn.add(self._own, forward, scored) * self.world.size
         if heard is not None:
-            turn.heard.append((heard, weights))
+            heard.listen(losses)
+            turn.heard.append(heard)
         loss = (weights * losses).sum()
+        turn.listen(loss)
         self._mark()
         return loss
 
@@ -264,8 +267,9 @@ class DDS:
                 self._own,
                 self.loss_fn,
                 dev_batch,
-                turn.theta,
+                {name: p for name, p in turn.theta.items() if p.requires_grad},  # some may have been frozen since
                 mode=self.dev_mode,
+                modes=turn.forwards[-1].modes if self.dev_mode == "train" else (),
                 autocast=turn.forwards[-1].autocast,
                 world=self.world,
             )
@@ -273,7 +277,7 @@ class DDS:
         self._direction = {name: g * d_theta[name] for name, g in turn.derivative.items() if name in d_theta}
         with record_function("gradsieve.reward"):
             if self.activations is not None:
-                parts = [heard.rewards(self._direction, weights) for heard, weights in turn.heard]
+                parts = [heard.rewards(self._direction) for heard in turn.heard]
             else:
                 parts = [self._rewards(forward, turn.theta_prev) for forward in turn.forwards]
         r = torch.cat(parts)
@@ -292,11 +296,11 @@ class DDS:
         """The dev gradient and those before it, if they count."""
         if not self.dev_average:
             return d_theta
-        rate = 1 - self.dev_average
-        before = self._d_theta or d_theta
+        rate, before = 1 - self.dev_average, self._d_theta
         good = norm(d_theta, self.world).isfinite()
         self._d_theta = {
-            n: torch.where(good, before.get(n, g).lerp(g, rate), before.get(n, g)) for n, g in d_theta.items()
+            n: torch.where(good, before[n].lerp(g, rate) if n in before else g, before.get(n, 0.0))
+            for n, g in d_theta.items()
         }
         return self._d_theta
 
@@ -306,11 +310,23 @@ class DDS:
         if "alignment" in self.learner.signals:
             found = nothing = torch.zeros_like(forward.losses)
             if self.last_layer is not None:
-                found = self.last_layer.alignment(losses, self._direction)
+                found = self._in_last_layer(losses)
             elif self._direction:
                 found = self._rewards(forward)
             signals["alignment"] = torch.where(found.isfinite().all(), found, nothing)
         return signals
+
+    def _in_last_layer(self, losses: Tensor) -> Tensor:
+        """A layer that only the budget has chosen is given up if it turns out not to see one row for each example."""
+        assert self.last_layer is not None
+        try:
+            return self.last_layer.alignment(losses, self._direction)
+        except GradsieveError as error:
+            if not self._chosen:
+                raise
+            warnings.warn(f"the budget measures alignment by a forward pass: {error}", stacklevel=4)
+            self.last_layer = None
+            return torch.zeros_like(losses)
 
     def _rewards(self, forward: TrainingForward, theta: dict[str, Tensor] | None = None) -> Tensor:
         """v . grad l_i at theta, by default the present parameters, (B,)."""
@@ -382,7 +398,7 @@ class DDS:
         )
         self.stream.state = {device: value.cpu() for device, value in state["random"].items()}
         self.dev.load_state_dict(state["dev"])
-        if self.budget is not None:
+        if self.budget is not None and state["budget"] is not None:
             self.budget.load_state_dict(state["budget"])
         self.steps, self._since = state["steps"], state["since"]
         self._skipped = state["skipped"].to(self.stream.device).clone()

@@ -1,5 +1,6 @@
 """One training step as DDS sees it, from the first loss() to step(): its micro-batches, their weights, theta before."""
 
+import weakref
 from dataclasses import dataclass, field
 
 import torch
@@ -23,8 +24,10 @@ class Turn:
     forwards: list[TrainingForward] = field(default_factory=list)
     """One for each micro-batch."""
     scored: list[Scored] = field(default_factory=list)
-    heard: list[tuple[Heard, Tensor]] = field(default_factory=list)
-    """Of each micro-batch, if rewards come from activations: with what its losses are multiplied by, (b,)."""
+    heard: list[Heard] = field(default_factory=list)
+    """Of each micro-batch, if rewards come from activations."""
+    backwarded: bool = False
+    """Whether the backward of the latest micro-batch has run."""
     stepped: bool = False
     derivative: dict[str, float | Tensor] | None = None
     """g', set when the optimizer steps."""
@@ -35,7 +38,7 @@ class Turn:
 
     def goes_on(self, model: nn.Module) -> bool:
         """Whether gradients of this very step are there already, so that a further micro-batch adds to them."""
-        if self.stepped:
+        if self.stepped or not self.backwarded:
             return False
         if self.joint.world.sharded:
             check_gradients_are_synchronised(model)
@@ -48,7 +51,18 @@ class Turn:
             torch._foreach_mul_([local(p.grad) for p in model.parameters() if p.grad is not None], factor)
         self.forwards.append(forward)
         self.scored.append(scored)
+        self.backwarded = False
         return self.joint.own_weights()[-1]
+
+    def listen(self, loss: Tensor) -> None:
+        """For its backward. The user may keep the loss; that shall not keep the turn."""
+        me = weakref.ref(self)
+
+        def hook(_: Tensor) -> None:
+            if (turn := me()) is not None:
+                turn.backwarded = True
+
+        loss.register_hook(hook)
 
     def weights(self) -> Tensor:
         """Of all micro-batches, (B,)."""

@@ -38,7 +38,7 @@ class Subject:
     inputs: Callable[[int], Tensor]
     batch_size: int
     dev_batch_size: int
-    """A quarter of the batch: smaller dev batches did as well (DESIGN, and RESULTS.md)."""
+    """A quarter of the batch, so that the dev pass costs a quarter of a training pass."""
     num_classes: int = 10
 
     def batch(self, size: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -75,8 +75,7 @@ class Case:
             dds = DDS(model, scorer, loss_fn, optimizer, loader, **own)
             often = {**own, "scorer_optimizer": dds.scorer_optimizer, "update_every": 1}  # rewards at every step
             if own.get("overhead") is not None:
-                linear = any(isinstance(module, nn.Linear) for module in model.modules())
-                often |= {"overhead": None, "alignment": "last_layer" if linear else "full"}  # what the budget chooses
+                often |= {"overhead": None, "alignment": "full" if dds.last_layer is None else "last_layer"}
             self.dds = DDS(model, dds.scorer, loss_fn, optimizer, loader, **often)
             self.known = is_known(optimizer)
         self.still = not started(self.dds.optimizer)

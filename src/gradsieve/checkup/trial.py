@@ -19,8 +19,8 @@ UNMOVED = 1e-4
 """Deviation of a weight from 1/B, times B."""
 COLLAPSED, UNEVEN = 0.05, 0.2
 """Effective sample size over the batch's."""
-COPIES, PEAK = 2, 5
-"""Of the parameters, that DDS keeps between steps and has at most; see `DDS`."""
+KEPT, HELD, PEAK = 1, 2, 5
+"""Of the parameters, copies that DDS has between steps, between `loss()` and `step()`, and at most."""
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,9 @@ def check_cost(case: Case, trial: Trial) -> Finding:
     ratio = trial.dds_seconds / trial.plain_seconds
     seen = (
         f"a step takes {_milliseconds(trial.dds_seconds)}, {ratio:.1f} times the {_milliseconds(trial.plain_seconds)} "
-        f"of a plain one. Parameters {_size(theta)}, so DDS keeps {_size(COPIES * theta)} more between steps, up to "
-        f"{_size(PEAK * theta)} within one, and the scorer {_size(scorer)}."
+        f"of a plain one. Parameters {_size(theta)}, so DDS keeps {_size(KEPT * theta)} more between steps, "
+        f"{_size(HELD * theta)} between loss() and step(), {_size(PEAK * theta)} at the peak, and the scorer "
+        f"{_size(scorer)}."
     )
     if trial.peak_bytes is not None:
         seen += f" Peak on the device: {_size(trial.peak_bytes[0])} plain, {_size(trial.peak_bytes[1])} with DDS."

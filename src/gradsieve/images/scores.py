@@ -105,7 +105,16 @@ def _rows(file: Path) -> Iterator[tuple[list[str], Tensor | None, Tensor]]:
                         f"number) and has {', '.join(schema.names)}."
                     )
             columns = [name for name in ("id", "label", "score") if name in schema.names]
+            label = schema.field("label").type if "label" in columns else None
+            if label is not None and not (types.is_integer(label) or types.is_floating(label)):
+                raise GradsieveError(
+                    f"{file}: column label is of type {label}, but must hold the numbers of classes. "
+                    "Write them so, or leave the column out."
+                )
             for batch in table.iter_batches(ROWS, columns=columns):
+                for name in columns:
+                    if count := batch[name].null_count:
+                        raise GradsieveError(f"{file}: column {name} has no value in {count:,} rows. Leave them out.")
                 labels = torch.tensor(batch["label"].to_pylist()) if "label" in columns else None
                 yield batch["id"].to_pylist(), labels, torch.tensor(batch["score"].to_pylist(), dtype=torch.float32)
     except (OSError, ArrowException) as error:

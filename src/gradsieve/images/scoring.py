@@ -3,6 +3,7 @@
 A scorer that asks for signals gets them from the run's final model: the loss of each example, and its gradient's
 agreement with the dev set's at the final parameters. It puts them on the scale of the examples that it sees together;
 in training that is a batch, here the whole set, so that its scores do not hang on the company an example is in.
+(Agreement in the last layer is relative to the BATCH images that are read with it.)
 """
 
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from torch.optim import Optimizer
 
 from ..dev import dev_gradient
 from ..errors import GradsieveError
+from ..last_layer import LastLayer
 from ..parameters import Direction, LossFn, trainable, untouched
 from ..randomness import RandomStream, seeded
 from ..reward import rewards
@@ -42,11 +44,17 @@ OnRows = Callable[[int, int], None]
 
 
 def save_scorer(
-    run: RunDirectory, scorer: nn.Module, splits: Splits, shape: tuple[int, ...], direction: Direction | None
+    run: RunDirectory,
+    scorer: nn.Module,
+    splits: Splits,
+    shape: tuple[int, ...],
+    direction: Direction | None,
+    *,
+    last_layer: bool,
 ) -> None:
     """``final/scorer.safetensors``, and what it takes to use it on other data: what the network saw; v, if wanted."""
     content = {"shape": shape, "mean": splits.mean, "deviation": splits.deviation, "num_classes": splits.num_classes}
-    save_json(run.path / "final/input.json", content | {"classes": splits.classes})
+    save_json(run.path / "final/input.json", content | {"classes": splits.classes, "last_layer": last_layer})
     if direction is not None:
         run.save_tensors("final/direction", direction)
     run.save_tensors("final/scorer", scorer.state_dict())
@@ -92,8 +100,11 @@ class TrainedScorer:
         self.scorer = make_scorer(final, self.model, self.shape, self.num_classes, self.seed).eval()
         self.signals: tuple[str, ...] = tuple(getattr(self.scorer, "signals", ()))
         self.direction: dict[str, Tensor] = {}
+        self.last_layer: LastLayer | None = None
         if "alignment" in self.signals:
             self.direction = {n: v.to(device) for n, v in _tensors(run / "final/direction.safetensors").items()}
+            if given.get("last_layer"):
+                self.last_layer = LastLayer(self.model)
 
     def low(self) -> AbstractContextManager[Any]:
         """The precision that the run trained in."""
@@ -112,11 +123,14 @@ class TrainedScorer:
     def told(self, batch: Batch, loss_fn: LossFn) -> dict[str, Tensor]:
         """The signals that the scorer asks for, (B,) each, at the final parameters."""
         found = {}
-        with self.low():
+        last = self.last_layer
+        with self.low(), torch.set_grad_enabled(last is not None), last.heard() if last else nullcontext():
             losses = loss_fn(self.model, batch).float()
         if "loss" in self.signals:
-            found["loss"] = losses
-        if "alignment" in self.signals:
+            found["loss"] = losses.detach()
+        if last is not None:
+            found["alignment"] = last.alignment(losses, self.direction)
+        elif "alignment" in self.signals:
             own = self.recipe.dds.reward
             found["alignment"] = rewards(
                 self.model,

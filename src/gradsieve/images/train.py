@@ -22,6 +22,7 @@ from ..runs.progress import Progress
 from ..runs.signature import environment, signature
 from ..runs.team import Team
 from ..runs.timing import Times
+from ..scorer import checked_scores
 from .data import ImageSet, Splits
 from .evaluate import EVALUATION_BATCH, Preparation, evaluate
 from .examples import describe, look, save_examples
@@ -30,7 +31,7 @@ from .methods import METHODS, Bench, training_damage, training_set, training_wei
 from .models import build_model
 from .recipe import ImageRecipe, OptimizerSettings
 from .scoring import final_direction, save_scorer
-from .stream import InOrder, Shuffled, Stream
+from .stream import Batch, InOrder, Shuffled, Stream
 
 
 def train(
@@ -107,8 +108,8 @@ class SetUp:
         self.evaluated: nn.Module = model if self.average is None else self.average.module
 
     def try_out(self) -> None:
-        """One forward pass on a training batch, which leaves no trace: does the model fit the data?"""
-        pixels, labels, _ = to_device(self.stream.batches[0], self.device)
+        """One forward pass on a training batch, which leaves no trace: does the model fit the data, does the scorer?"""
+        pixels, labels, index = to_device(self.stream.batches[0], self.device)
         name, shape = self.recipe.model.name, tuple(pixels.shape)
         try:
             with RandomStream(self.device, 0), untouched(self.model), torch.no_grad(), self.low:
@@ -119,6 +120,27 @@ class SetUp:
         if not isinstance(found, Tensor) or found.shape != wanted:
             got = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
             raise GradsieveError(f"model {name} must give logits of shape {wanted} for {shape} images, not {got}.")
+        if isinstance(self.way, DDS):
+            self._try_out_scorer(self.way.scorer, (pixels, labels, index))
+
+    def _try_out_scorer(self, scorer: nn.Module, batch: Batch) -> None:
+        """One pass without a trace, by signals that say nothing: does the scorer fit the data?"""
+        settings, nothing = self.recipe.scorer, torch.zeros(len(batch[1]), device=self.device)
+        signals = dict.fromkeys(getattr(scorer, "signals", ()), nothing)
+        try:
+            with RandomStream(self.device, 0), untouched(scorer), torch.no_grad(), self.low:
+                ready = (self.prepare.training(batch[0], 0), *batch[1:])
+                checked_scores(scorer(ready, **signals), nothing)
+        except Exception as error:  # it may be made like a model of the user's
+            raise GradsieveError(
+                f"scorer.kind={settings.kind} with scorer.shrink={settings.shrink} fails on a batch of images "
+                f"{tuple(batch[0].shape)}: {error}. Choose a smaller scorer.shrink or another scorer.kind."
+            ) from error
+
+    @property
+    def last_layer(self) -> bool:
+        """Whether alignment is measured there alone."""
+        return isinstance(self.way, DDS) and self.way.last_layer is not None
 
     def direction(self) -> dict[str, Tensor] | None:
         """The dev gradient at the final parameters, if the scorer of DDS asks for agreement with it."""
@@ -131,7 +153,7 @@ class SetUp:
             mode = self.recipe.dds.dev_mode
             found = final_direction(self.evaluated, cross_entropy, one_pass, optimizer, mode=mode)
         last = self.way.last_layer
-        return found if last is None else {n: v for n, v in found.items() if n.rpartition(".")[0] == last.name}
+        return found if last is None else {n: v for n, v in found.items() if n in (last.weight, last.bias)}
 
     def evaluate(self, images: ImageSet) -> dict[str, float]:
         return evaluate(self.evaluated, images, self.prepare, self.low)
@@ -196,7 +218,7 @@ def _write_down(setup: SetUp, run: RunDirectory, times: Times, damaged: Tensor |
     with times.around("records"):
         save_examples(run, setup.splits, setup.examples, damaged, setup.look())
     if (scorer := getattr(setup.way, "scorer", None)) is not None:
-        save_scorer(run, scorer, setup.splits, setup.shape, setup.direction())
+        save_scorer(run, scorer, setup.splits, setup.shape, setup.direction(), last_layer=setup.last_layer)
     if setup.splits.damaged is not None:
         run.save_tensors("damaged", {"damaged": setup.splits.damaged})
 

@@ -50,7 +50,7 @@ class RunDirectory:
         if path.exists() and not path.is_dir():
             raise GradsieveError(f"{path} is a file. Give a folder as --out.")
         self._begun = (path / "recipe.json").exists()
-        if not self._begun and path.is_dir() and any(path.iterdir()):
+        if not self._begun and path.is_dir() and any(not file.name.startswith(".") for file in path.iterdir()):
             raise GradsieveError(f"{path} has files of another kind in it. Give a new or empty folder as --out.")
         if self._begun and not resume:
             raise GradsieveError(f"{path} holds a run already. Go on with it by --resume, or give another --out.")
