@@ -69,7 +69,7 @@ class Budget:
             marks, kind = self._pending.popleft()
             self._note(marks, self._pending[0][0][0], kind)
         self._steps += 1
-        if self.world.size == 1 or self._steps % WINDOW == 0:
+        if self.world.size == 1 or self._steps % FIRST == 0:
             self.every = self.world.told(self._choice)
 
     def _passed(self, mark: Any) -> bool:

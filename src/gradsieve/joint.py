@@ -37,9 +37,14 @@ class Joint:
         self._sizes.append(sizes)
         return None if before is None else (before - torch.cat(self._all).logsumexp(0)).exp()
 
+    @property
+    def totals(self) -> list[int]:
+        """How many examples each part has in all processes."""
+        return [sizes.total for sizes in self._sizes]
+
     def own_weights(self) -> list[Tensor]:
         """Of this process's examples by part, (b,) each, free of any graph."""
-        parts = example_weights(torch.cat(self._all), self.uniform_mix).split([s.total for s in self._sizes])
+        parts = example_weights(torch.cat(self._all), self.uniform_mix).split(self.totals)
         return [weights[sizes.place] for weights, sizes in zip(parts, self._sizes, strict=True)]
 
     def logits(self) -> Tensor:

@@ -13,7 +13,7 @@ from .errors import check
 from .joint import Joint
 from .networks import SignalScorer
 from .optimizers import load_optimizer
-from .parallel import Sizes, World
+from .parallel import ALONE, Sizes, World
 from .parameters import full_precision, untouched
 from .randomness import RandomStream, seeded
 from .replay import Lesson, Ring, foresight
@@ -41,6 +41,7 @@ class Scored(NamedTuple):
 
     batch: Any
     signals: dict[str, Tensor]
+    """What psi was told."""
     finite: Tensor
     """Whether all scores were."""
     logits: Tensor  # (b,), zeros if not
@@ -101,25 +102,43 @@ class Learner:
     def psi(self) -> list[Tensor]:
         return learned(self.optimizer)
 
-    def score(self, batch: Any, signals: dict[str, Tensor], losses: Tensor, sizes: Sizes, *, learning: bool) -> Scored:
+    @property
+    def knows_all(self) -> bool:
+        """Whether each process is told the signals of all, so that it can repeat what psi has learned by itself."""
+        return self.world.size > 1 and not self.reads_batch and bool(self.signals)
+
+    def score(
+        self,
+        batch: Any,
+        signals: dict[str, Tensor],
+        losses: Tensor,
+        sizes: Sizes,
+        *,
+        learning: bool,
+        world: World | None = None,
+    ) -> Scored:
         """Line 3: scores, with psi's graph if it is to learn from them."""
+        world = world or self.world
         with record_function("gradsieve.scorer"), self.stream, torch.set_grad_enabled(learning):
             if torch.is_autocast_enabled(self.stream.device.type):  # the user's; psi keeps its own precision
                 batch = full_precision(batch)
             with untouched(self.scorer, training=False) if self.sampler else nullcontext(), self._low():
-                scores = self._scores(batch, signals, losses, sizes)
+                scores, signals = self._scores(batch, signals, losses, sizes, world)
             finite = scores.isfinite().all()
             logits = bounded(torch.where(finite, scores, 0.0), self.max_logit)
             if self.sampler is not None:
                 logits = logits - checked_scores(self.sampler.logits(batch), losses)
             return Scored(batch, signals, finite, logits)
 
-    def _scores(self, batch: Any, signals: dict[str, Tensor], losses: Tensor, sizes: Sizes) -> Tensor:
+    def _scores(
+        self, batch: Any, signals: dict[str, Tensor], losses: Tensor, sizes: Sizes, world: World
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """A scorer that only reads signals is told those of all processes, whose mean and deviation it may take."""
-        if self.world.size == 1 or self.reads_batch:
-            return checked_scores(self.scorer(batch, **signals), losses)
-        told = {name: self.world.gathered(value, sizes) for name, value in signals.items()}
-        return checked_scores(self.scorer(batch, **told), losses.new_empty(sizes.total))[sizes.place]
+        if world.size == 1 or not self.knows_all:
+            return checked_scores(self.scorer(batch, **signals), losses), signals
+        rows = world.gathered(torch.stack(list(signals.values()), 1), sizes)  # (N, signals)
+        told = dict(zip(signals, rows.unbind(1), strict=True))
+        return checked_scores(self.scorer(batch, **told), losses.new_empty(sizes.total))[sizes.place], told
 
     def _low(self) -> AbstractContextManager[Any]:
         low = self.precision == "bfloat16"
@@ -142,9 +161,10 @@ class Learner:
             finite, weights = self._climb(joint, everyone, good)
         good = good & finite
         if self.ring is not None:
+            followed = everyone.split(joint.totals) if self.knows_all else r
             lessons = [
                 Lesson(part.batch if self.reads_batch else None, part.signals, torch.where(good, its, 0.0))
-                for part, its in zip(parts, r, strict=True)
+                for part, its in zip(parts, followed, strict=True)
             ]
             self.ring.add(lessons, foresight(weights, torch.where(good, everyone, 0.0)))
         return good
@@ -154,14 +174,15 @@ class Learner:
         lesson = None if self.ring is None or self.optimizer is None else self.ring.draw()
         if lesson is None:
             return
+        world = ALONE if self.knows_all else self.world  # the same lesson everywhere: nothing is to be sent
         with record_function("gradsieve.replay"):
-            sizes = self.world.sizes(len(lesson.rewards))
-            part = self.score(lesson.batch, dict(lesson.signals), lesson.rewards, sizes, learning=True)
+            sizes = world.sizes(len(lesson.rewards))
+            part = self.score(lesson.batch, dict(lesson.signals), lesson.rewards, sizes, learning=True, world=world)
             if not part.logits.requires_grad:  # psi has been frozen since
                 return
-            joint = self.joint()
+            joint = Joint(world, self.uniform_mix)
             joint.join(part.logits, sizes)
-            self._climb(joint, joint.gathered([lesson.rewards]), self.world.agreed(part.finite))
+            self._climb(joint, joint.gathered([lesson.rewards]), world.agreed(part.finite))
 
     def _climb(self, joint: Joint, r: Tensor, good: Tensor) -> tuple[Tensor, Tensor]:
         """psi's step by the rewards of a whole batch, (N,). Whether its gradient was finite, and the weights, (N,)."""
@@ -170,7 +191,7 @@ class Learner:
         weights = example_weights(logits, self.uniform_mix)
         price = price_of_uneven_weights(self.caution, self.outlook, r)
         objective = psi_objective(logits, weights, r, self.psi_gradient, price)
-        return climb(self.optimizer, objective, good, self.world), weights.detach()
+        return climb(self.optimizer, objective, good, joint.world), weights.detach()
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -143,13 +143,14 @@ class World:
         return Sizes(tuple(int(count) for count in counts), self.rank)
 
     def gathered(self, values: Tensor, sizes: Sizes) -> Tensor:
-        """One number per example from all processes, in the order of their ranks, free of any graph."""
+        """A number or a row per example from all processes, in the order of their ranks, free of any graph."""
         values = values.detach()
         if self.size == 1:
             return values
-        most = max(sizes.each)
-        rows = [values.new_empty(most) for _ in range(self.size)]
-        dist.all_gather(rows, torch.cat([values, values.new_zeros(most - len(values))]), group=self.group)
+        most, shape = max(sizes.each), values.shape[1:]
+        rows = [values.new_empty((most, *shape)) for _ in range(self.size)]
+        padding = values.new_zeros((most - len(values), *shape))
+        dist.all_gather(rows, torch.cat([values, padding]), group=self.group)
         return torch.cat([row[:count] for row, count in zip(rows, sizes.each, strict=True)])
 
     def add_up(self, tensors: Sequence[Tensor]) -> None:

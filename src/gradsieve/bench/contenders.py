@@ -57,7 +57,7 @@ def dds(subject: Subject, device: torch.device) -> Step:
     step = _training(
         subject, device, lambda model, optimizer, dev: DDS(model, None, loss_fn, optimizer, dev, overhead=0.10)
     )
-    for _ in range(2 * FIRST + 2):
+    for _ in range(3 * FIRST + 1):
         step()
     return step
 
