@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -154,10 +155,11 @@ def test_snippets_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def commands(snippet: Snippet) -> Iterator[list[str]]:
-    """Of a shell, word by word; without comments and redirections."""
-    for line in snippet.text.replace("\\\n", " ").splitlines():
+    """Of a shell, word by word; without comments, redirections and variables that are set before."""
+    for line in snippet.text.replace("\\\n", "").splitlines():
         for part in re.split(r"&&|\|", line):
-            if words := shlex.split(part.split(" < ")[0], comments=True):
+            words = shlex.split(part.split(" < ")[0], comments=True)
+            if words := list(dropwhile(lambda word: re.match(r"[A-Z_]+=", word), words)):
                 yield words
 
 
@@ -173,8 +175,22 @@ SHELL = [
 @pytest.mark.parametrize(("document", "words"), SHELL, ids=[f"{name}: {shlex.join(words)}" for name, words in SHELL])
 def test_commands_can_be_given(document: str, words: list[str]) -> None:
     program, *arguments = words
-    checks = {"gradsieve": check_gradsieve, "torchrun": check_torchrun, "make": check_make, "pip": check_pip}
+    checks = {
+        "gradsieve": check_gradsieve,
+        "torchrun": check_torchrun,
+        "python": check_python,
+        "make": check_make,
+        "pip": check_pip,
+    }
     checks[program](arguments)
+
+
+def check_python(arguments: list[str]) -> None:
+    """The script exists and takes these options."""
+    script, *rest = arguments
+    text = (ROOT / script).read_text()
+    for option in (word for word in rest if word.startswith("--")):
+        assert f'"{option}"' in text, option
 
 
 def check_gradsieve(arguments: list[str]) -> None:
