@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from .errors import GradsieveError
-from .parameters import Direction, snapshot
+from .parameters import Direction, names_of, snapshot
 
 LINEAR_IN_PARAMETERS = (
     nn.Linear,
@@ -87,7 +87,7 @@ class Activations:
     def __init__(self, model: nn.Module):
         self._heard: Heard | None = None
         self._unknown: list[tuple[str, nn.Module]] = []
-        self.names = {id(p): name for name, p in model.named_parameters()}  # a tied one goes by its first name
+        self.names = names_of(model)
         me = weakref.ref(self)
         for name, layer in model.named_modules():
             if not any(True for _ in layer.parameters(recurse=False)):

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from .errors import GradsieveError, check
 from .parallel import ALONE, World, whole
-from .parameters import Direction, trainable
+from .parameters import Direction, names_of, trainable
 
 
 def last_linear(model: nn.Module) -> tuple[str, nn.Linear] | None:
@@ -49,7 +49,7 @@ class LastLayer:
         )
         assert found is not None
         (self.name, self.layer), self.world = found, world
-        names = {id(p): name for name, p in model.named_parameters()}  # a tied weight goes by its first name
+        names = names_of(model)
         self.weight, self.bias = (names.get(id(p), "") for p in (self.layer.weight, self.layer.bias))
         self._listening = False
         self._input: Tensor | None = None

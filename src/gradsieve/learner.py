@@ -144,9 +144,9 @@ class Learner:
         low = self.precision == "bfloat16"
         return torch.autocast(self.stream.device.type, torch.bfloat16, enabled=low, cache_enabled=False)
 
-    def joint(self) -> Joint:
+    def joint(self, world: World | None = None) -> Joint:
         """The softmax of line 4, over a batch whose parts are yet to come."""
-        return Joint(self.world, self.uniform_mix)
+        return Joint(world or self.world, self.uniform_mix)
 
     def learn(self, parts: Sequence[Scored], joint: Joint, r: Sequence[Tensor], good: Tensor, steps: int) -> Tensor:
         """Line 10: psi's step by fresh rewards of all parts, `steps` after the ones before. Whether all went well."""
@@ -180,7 +180,7 @@ class Learner:
             part = self.score(lesson.batch, dict(lesson.signals), lesson.rewards, sizes, learning=True, world=world)
             if not part.logits.requires_grad:  # psi has been frozen since
                 return
-            joint = Joint(world, self.uniform_mix)
+            joint = self.joint(world)
             joint.join(part.logits, sizes)
             self._climb(joint, joint.gathered([lesson.rewards]), world.agreed(part.finite))
 

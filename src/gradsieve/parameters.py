@@ -29,6 +29,11 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
+def names_of(model: nn.Module) -> dict[int, str]:
+    """By id; a parameter that several modules share goes by its first name, as in `trainable`."""
+    return {id(p): name for name, p in model.named_parameters()}
+
+
 def device_of(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters()), torch.device("cpu"))
 

@@ -136,7 +136,7 @@ class ScoreSampler(Sampler[int]):
         return torch.where(scores.isfinite(), scores, 0.0)
 
     def probabilities(self) -> Tensor:
-        """P over the data set as last scored, (N,)."""
+        """p over the data set as last scored, (N,)."""
         if self._cumulative is None:
             self.refresh()
         assert self._cumulative is not None

@@ -29,12 +29,12 @@ PSI_GRADIENTS = ("expectation", "algorithm1")
 
 
 def bounded(scores: Tensor, max_logit: float | None) -> Tensor:
-    """C tanh(s / c): no example is ever exp(2c) times as likely as another. The guard of clean data."""
+    """c tanh(s / c): no example is ever exp(2c) times as likely as another. The guard of clean data."""
     return scores if max_logit is None else max_logit * torch.tanh(scores / max_logit)
 
 
 def example_weights(scores: Tensor, uniform_mix: float = 0.0) -> Tensor:
-    """W = (1 - u) softmax(s) + u / B. Equal scores give exactly 1/B."""
+    """w = (1 - u) softmax(s) + u / B. Equal scores give exactly 1/B."""
     p = torch.softmax(scores, dim=0)  # (B,)
     return p + uniform_mix * (1 / len(scores) - p) if uniform_mix else p
 
@@ -54,7 +54,7 @@ def outlook(before: Tensor, rewards: Tensor, steps: int = 1) -> Tensor:
 
 
 def price_of_uneven_weights(caution: float, outlook: Tensor, rewards: Tensor) -> Tensor:
-    """C sigma_r softplus(outlook): c times the mean reward while plain training goes well, next to nothing when not.
+    """c sigma_r softplus(outlook): c times the mean reward while plain training goes well, next to nothing when not.
 
     The reward is a first derivative: it does not see that the noise of a step grows with sum w^2, nor that a few dev
     examples are not all. While every example helps, that is a bad exchange. Once the mean reward is gone, because
