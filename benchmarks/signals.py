@@ -34,7 +34,7 @@ def agreement(model: nn.Module, layer: LastLayer, batch: Batch, v: Direction) ->
     return {
         "all layers": -alignment(model, cross_entropy, batch, v),
         "last layer as it is": -alignment(model, cross_entropy, batch, part),
-        "last layer, less what is common": -layer.alignment(losses, v),
+        "last layer, less what is common": -layer.alignment(layer.seen(losses), v),
     }
 
 

@@ -1,7 +1,7 @@
 """Less work for the same signal: last-layer alignment, lessons heard again, a budget."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -15,21 +15,28 @@ from zoo import KINDS, cross_entropy, make, mlp
 from gradsieve import DDS, GradsieveError, MLPScorer, SignalScorer, alignment
 from gradsieve import budget as budget_module
 from gradsieve.budget import FIRST, LONGEST, MARGIN, OUT_OF_REACH, Budget, steps_between
-from gradsieve.last_layer import LastLayer
-from gradsieve.parameters import Direction
+from gradsieve.last_layer import LastLayer, last_linear
+from gradsieve.parameters import Direction, lent, untouched
 from gradsieve.replay import Lesson, Ring, foresight
 
 CPU = torch.device("cpu")
 
 
-def without_the_common_change(layer: LastLayer, run: Callable[[], Tensor], direction: Direction) -> dict[str, Tensor]:
-    """The direction that moves the layer's outputs by nothing on average: a bias takes it back."""
-    seen: list[Tensor] = []
-    hook = layer.layer.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0].detach()))
-    run()
+def without_the_common_change(model: nn.Module, run: Callable[[], Tensor], direction: Direction) -> dict[str, Tensor]:
+    """The direction that moves the last layer's outputs by nothing on average: its bias takes back what others do."""
+    found = last_linear(model)
+    assert found is not None
+    bias, seen, eps = f"{found[0]}.bias".lstrip("."), list[Tensor](), 1e-5
+    hook = found[1].register_forward_hook(lambda _, __, output: seen.append(output.detach()))
+    state, theta = torch.get_rng_state(), dict(model.named_parameters())
+    for step in (eps, -eps):
+        torch.set_rng_state(state)
+        with untouched(model), lent(model, {n: theta[n].detach() + step * v for n, v in direction.items()}):
+            run()
     hook.remove()
-    change = seen[-1] @ direction[layer.weight].T + direction[layer.bias]
-    return {**direction, layer.bias: direction[layer.bias] - change.flatten(0, -2).mean(0)}
+    torch.set_rng_state(state)
+    change = (seen[0] - seen[1]).flatten(0, -2).mean(0) / (2 * eps)
+    return {**direction, bias: direction[bias] - change}
 
 
 class TestLastLayer:
@@ -44,11 +51,10 @@ class TestLastLayer:
         state = torch.get_rng_state()
         with layer.heard():
             losses = cross_entropy(model, batch)
-        found = layer.alignment(losses, direction)
+        found = layer.alignment(layer.seen(losses), direction)
         torch.set_rng_state(state)
         twin = copy.deepcopy(model)
-        own = without_the_common_change(layer, lambda: cross_entropy(model, batch), direction)
-        torch.set_rng_state(state)
+        own = without_the_common_change(twin, lambda: cross_entropy(twin, batch), direction)
         expected = alignment(twin, cross_entropy, batch, own, estimator="per_example")
         torch.testing.assert_close(found, expected)
         losses.sum().backward()  # the graph is still there
@@ -63,15 +69,15 @@ class TestLastLayer:
         layer, direction = LastLayer(model), {n: torch.randn_like(p) for n, p in model.named_parameters()}
         with layer.heard():
             losses = loss_fn(model, x)
-        own = without_the_common_change(layer, lambda: model(x), direction)
-        torch.testing.assert_close(layer.alignment(losses, direction), alignment(model, loss_fn, x, own))
+        own = without_the_common_change(model, lambda: model(x), direction)
+        torch.testing.assert_close(layer.alignment(layer.seen(losses), direction), alignment(model, loss_fn, x, own))
 
     def test_a_shift_of_all_outputs_tells_nothing(self) -> None:
         model, batch = make("mlp", 5, 4, 3)
         layer = LastLayer(model)
         with layer.heard():
             losses = cross_entropy(model, batch)
-        found = layer.alignment(losses, {layer.bias: torch.randn(3).double()})
+        found = layer.alignment(layer.seen(losses), {layer.bias: torch.randn(3).double()})
         assert found.abs().max() < 1e-12
 
     def test_a_tied_weight_is_found_by_its_first_name(self) -> None:
@@ -89,7 +95,7 @@ class TestLastLayer:
         with layer.heard():
             losses = cross_entropy(model, batch)
         assert layer.weight == "words.weight"
-        assert (layer.alignment(losses, {"words.weight": torch.randn(7, 4)}) != 0).all()
+        assert (layer.alignment(layer.seen(losses), {"words.weight": torch.randn(7, 4)}) != 0).all()
 
     def test_a_computed_weight_is_no_layer_of_its_own(self) -> None:
         head = nn.utils.parametrizations.weight_norm(nn.Linear(4, 3))
@@ -108,9 +114,9 @@ class TestLastLayer:
             losses = cross_entropy(model, batch)
             cross_entropy(twin, batch)
         model(torch.randn(2, 4).double())
-        assert layer.alignment(losses, {}).tolist() == [0] * 5
+        assert layer.alignment(layer.seen(losses), {}).tolist() == [0] * 5
         with pytest.raises(GradsieveError, match="was not called"):
-            layer.alignment(losses, {})
+            layer.alignment(layer.seen(losses), {})
 
     def test_what_it_cannot_do_is_said(self) -> None:
         with pytest.raises(GradsieveError, match="the model has none"):
@@ -120,14 +126,102 @@ class TestLastLayer:
         with layer.heard():
             losses = model(torch.randn(6, 4)).view(2, 9).mean(1)
         with pytest.raises(GradsieveError, match=r"gave shape \(6, 3\)"):
-            layer.alignment(losses, {})
+            layer.alignment(layer.seen(losses), {})
 
     def test_a_direction_without_the_layer_is_nothing(self) -> None:
         model, batch = make("mlp", 5, 4, 3)
         layer = LastLayer(model)
         with layer.heard():
             losses = cross_entropy(model, batch)
-        assert layer.alignment(losses, {"0.weight": torch.ones(8, 4)}).tolist() == [0] * 5
+        assert layer.alignment(layer.seen(losses), {"0.weight": torch.ones(8, 4)}).tolist() == [0] * 5
+
+
+def lessons_of(dds: DDS, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """What psi is going to learn from."""
+    told, learn = list[Tensor](), dds.learner.learn
+
+    def listen(parts: Any, joint: Any, r: Sequence[Tensor], *more: Any) -> Tensor:
+        told.extend(r)
+        return learn(parts, joint, r, *more)
+
+    monkeypatch.setattr(dds.learner, "learn", listen)
+    return told
+
+
+class TestLessCommon:
+    """With alignment in the last layer psi learns from rewards less what the batch has in common."""
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_they_are_rewards_of_all_layers_less_the_common_change(
+        self, kind: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model, batch = make(kind, 6, 4, 3)
+        twin, optimizer = copy.deepcopy(model), SGD(model.parameters(), lr=0.1)
+        dds = DDS(model, None, cross_entropy, optimizer, [batch], alignment="last_layer")
+        lessons, state = lessons_of(dds, monkeypatch), torch.get_rng_state()
+        dds.loss(batch).backward()
+        optimizer.step()
+        record = dds.step()
+        assert record is not None
+
+        v = dds._direction
+        torch.set_rng_state(state)
+        own = without_the_common_change(twin, lambda: cross_entropy(twin, batch), v)
+        for found, direction in ((record.rewards, v), (lessons[0], own)):
+            expected = alignment(twin, cross_entropy, batch, direction, estimator="per_example")
+            torch.testing.assert_close(found, expected, rtol=0, atol=0.01 * float(record.rewards.abs().max()))
+
+    def test_by_the_latest_call_of_a_layer_and_under_autocast(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        class Twice(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.body, self.head = nn.Linear(4, 3), nn.Linear(3, 3)
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.head(torch.tanh(self.head(self.body(x))))
+
+        batch, told = (torch.randn(8, 4), torch.randint(3, (8,))), []
+        for low in (False, True):
+            torch.manual_seed(0)
+            model = Twice()
+            optimizer = SGD(model.parameters(), lr=0.1)
+            dds = DDS(model, None, cross_entropy, optimizer, [batch], alignment="last_layer", seed=0)
+            lessons = lessons_of(dds, monkeypatch)
+            with torch.autocast("cpu", torch.bfloat16, enabled=low):
+                loss = dds.loss(batch)
+            loss.backward()
+            optimizer.step()
+            record = dds.step()
+            assert record is not None
+            told.append((record.rewards, lessons[0]))
+        torch.testing.assert_close(told[0], told[1], rtol=0.05, atol=0.02 * float(told[0][0].abs().max()))
+        assert (told[0][0] - told[0][1]).abs().max() > 0.1 * told[0][0].abs().max()
+
+    @pytest.mark.parametrize(
+        ("options", "caution"),
+        [
+            ({}, 8.0),
+            ({"alignment": "last_layer"}, 2.0),
+            ({"overhead": 0.1}, 2.0),
+            ({"overhead": 0.1, "alignment": "full"}, 8.0),
+            ({"alignment": "last_layer", "reward": "per_example"}, 8.0),
+            ({"alignment": "last_layer", "caution": 5.0}, 5.0),
+        ],
+    )
+    def test_they_need_less_caution(self, options: dict[str, Any], caution: float) -> None:
+        dds, _ = trained(3, **options)
+        assert dds.learner.caution == caution
+
+    def test_other_rewards_stay_as_they_are(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        model, batches, dev, _ = problem()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        dds = DDS(model, None, cross_entropy, optimizer, dev, alignment="last_layer", reward="jvp")
+        lessons = lessons_of(dds, monkeypatch)
+        dds.loss(batches[0]).backward()
+        optimizer.step()
+        record = dds.step()
+        assert record is not None
+        assert torch.equal(record.rewards, lessons[0])
 
 
 def lesson(value: float, count: int = 4) -> Lesson:
@@ -322,6 +416,7 @@ class TestBudget:
         dds.step()
         dds.loss(batch).backward()
         assert dds.last_layer is None
+        assert dds.learner.caution == 8.0
 
     def test_a_scorer_without_alignment_needs_no_layer(self) -> None:
         model = mlp()

@@ -13,12 +13,17 @@ c_i is how z_i would change along v. What that change has in common for all exam
 In a classifier the common part is the wish for more of one class and less of another. It is large, it hides how
 examples differ, and training fulfils it within a few steps, so that a direction of some steps ago still wishes what
 was had since. RESULTS.md says how much better wrong labels are told from right ones without it.
+
+What psi learns from leaves it out too. A reward by finite difference is v . grad l_i in all layers, and the pass that
+measures it shows how z_i changes along v, whatever the layer:
+
+    r_i - delta_i . mean z',    z_i' = (z_i(theta + eps v) - z_i(theta)) / eps
 """
 
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +38,19 @@ def last_linear(model: nn.Module) -> tuple[str, nn.Linear] | None:
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     trained = {id(p) for p in trainable(model).values()}
     return next(((name, layer) for name, layer in reversed(layers) if id(layer.weight) in trained), None)
+
+
+class Seen(NamedTuple):
+    """What the layer had to do with the losses of a training forward."""
+
+    a: Tensor
+    """Its input, (B, ..., in)."""
+    z: Tensor
+    """Its output, (B, ..., out), free of any graph."""
+    delta: Tensor
+    """dl_i / dz_i, (B, ..., out)."""
+    calls: int
+    """How often it was called; only the latest call counts."""
 
 
 class LastLayer:
@@ -53,40 +71,53 @@ class LastLayer:
         self.weight, self.bias = (names.get(id(p), "") for p in (self.layer.weight, self.layer.bias))
         self._listening = False
         self._input: Tensor | None = None
-        self._output: Tensor | None = None
+        self._outputs: list[Tensor] = []
         me = weakref.ref(self)
 
         def listen(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
             listener = me()
             if listener is not None and listener._listening and module is listener.layer:
-                listener._input, listener._output = inputs[0].detach(), output
+                listener._input = inputs[0].detach()
+                listener._outputs.append(output)
 
         self.layer.register_forward_hook(listen)
 
     @contextmanager
     def heard(self) -> Iterator[None]:
-        """Inside, the layer's latest input and output are kept."""
+        """Inside, the layer's latest input and its outputs are kept."""
         self._listening = True
+        self._outputs.clear()
         try:
             yield
         finally:
             self._listening = False
 
-    def alignment(self, losses: Tensor, direction: Direction) -> Tensor:
-        """delta_i . (c_i - mean c), (B,), of the losses (B,) of the pass that was heard; once for each pass."""
-        a, z, self._input, self._output = self._input, self._output, None, None
-        if a is None or z is None or z.ndim < 2 or len(z) != len(losses):
-            found = "was not called" if z is None else f"gave shape {tuple(z.shape)}"
+    def seen(self, losses: Tensor) -> Seen:
+        """What was heard of the pass that gave the losses (B,); once for each pass."""
+        a, outputs, self._input, self._outputs = self._input, self._outputs, None, []
+        if a is None or outputs[-1].ndim < 2 or len(outputs[-1]) != len(losses):
+            found = f"gave shape {tuple(outputs[-1].shape)}" if outputs else "was not called"
             raise GradsieveError(
                 f"alignment='last_layer' wants one row for each of the {len(losses)} examples from the layer "
                 f"{self.name or 'itself'}, which {found}: use alignment='full'."
             )
-        (delta,) = torch.autograd.grad(losses.sum(), z, retain_graph=True)
+        (delta,) = torch.autograd.grad(losses.sum(), outputs[-1], retain_graph=True)
+        return Seen(a, outputs[-1].detach(), delta.to(losses.dtype), len(outputs))
+
+    def alignment(self, seen: Seen, direction: Direction) -> Tensor:
+        """delta_i . (c_i - mean c), (B,)."""
         v_w, v_b = direction.get(self.weight), direction.get(self.bias)
-        change = torch.zeros_like(delta, dtype=losses.dtype)
+        change = torch.zeros_like(seen.delta)
         if v_w is not None:
-            change = change + a.to(v_w.dtype) @ whole(v_w, self.layer.weight).T
+            change = change + seen.a.to(v_w.dtype) @ whole(v_w, self.layer.weight).T
         if v_b is not None:
             change = change + whole(v_b, self.layer.bias)
         change = change - self.world.mean(change.flatten(0, -2))
-        return (change * delta).flatten(1).sum(1).to(losses.dtype)
+        return (change * seen.delta).flatten(1).sum(1).to(seen.delta.dtype)
+
+    def less_common(self, r: Tensor, seen: Seen, eps: Tensor) -> Tensor:
+        """r_i - delta_i . mean z', (B,), of the rewards whose pass at theta + eps v was heard."""
+        outputs, self._input, self._outputs = self._outputs, None, []
+        before = seen.z if len(outputs) == seen.calls else outputs[seen.calls - 1]  # autocast: theta came first
+        change = (outputs[-1] - before).to(r.dtype).flatten(0, -2)
+        return r - (seen.delta * (self.world.mean(change) / eps)).flatten(1).sum(1)

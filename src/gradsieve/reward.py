@@ -59,8 +59,7 @@ def finite_difference(
             f"estimator 'finite_difference' needs parameters in float32 or wider, but {narrow}: "
             "a small step would be rounded away. Use estimator 'jvp', or keep the parameters in float32 under autocast."
         )
-    length = norm(direction, world)
-    eps = epsilon / length.clamp_min(torch.finfo(length.dtype).tiny)
+    eps = step_along(direction, epsilon, world)
     state = random_state(device_of(model))
 
     def losses_at(values: Theta) -> Tensor:
@@ -69,6 +68,12 @@ def finite_difference(
 
     base = losses_at(theta) if losses is None else losses
     return (losses_at({**theta, **moved(theta, direction, eps)}) - base) / eps
+
+
+def step_along(direction: Direction, epsilon: float = EPSILON, world: World = ALONE) -> Tensor:
+    """eps = epsilon / ||v||: a step of eps v is epsilon long."""
+    length = norm(direction, world)
+    return epsilon / length.clamp_min(torch.finfo(length.dtype).tiny)
 
 
 def jvp(model: nn.Module, loss_fn: LossFn, batch: Any, direction: Direction, *, theta: Theta) -> Tensor:

@@ -7,7 +7,7 @@ step()   theta_t: dev gradient, rewards, psi           lines 7 to 10
 
 import warnings
 from collections.abc import Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -20,16 +20,16 @@ from .budget import Budget
 from .dev import DEV_MODES, DevBatches, dev_gradient
 from .errors import GradsieveError, check
 from .forward import TrainingForward, training_forward
-from .last_layer import LastLayer, last_linear
+from .last_layer import LastLayer, Seen, last_linear
 from .learner import Learner
 from .optimizers import after_each_step, is_known, no_derivative, optimizer_derivative
 from .parallel import World, shard_of, sharded_like, unwrapped
 from .parameters import LossFn, device_of, norm, snapshot, trainable
 from .randomness import RandomStream
 from .record import StepRecord
-from .reward import EPSILON, check_estimator
+from .reward import EPSILON, check_estimator, step_along
 from .sampling import ScoreSampler
-from .scorer import CAUTION, MAX_LOGIT
+from .scorer import CAUTION, LESS_COMMON_CAUTION, MAX_LOGIT
 from .turn import Turn
 
 ALIGNMENTS = ("full", "last_layer")
@@ -78,7 +78,8 @@ class DDS:
         replay: how many batches of rewards are kept, so that the scorer learns at every step; see replay.py. Where the
             scorer reads the batch, as many batches are kept too. Rewards then count in units of their deviation.
         alignment: how the signal of that name is measured: ``"full"``, a forward pass, or ``"last_layer"``, next to
-            nothing; see last_layer.py. Rewards are those of all layers in any case. None is ``"full"``; with a budget
+            nothing; see last_layer.py. Rewards are those of all layers in any case; with ``"last_layer"`` and finite
+            differences the scorer learns from them less what the batch has in common. None is ``"full"``; with a budget
             it is ``"last_layer"`` where the model has such a layer.
         overhead: a budget, such as 0.10: how much longer than plain training a step may take. It chooses `update_every`
             by the time that steps take, and a replay of 32. Since the clock decides, two runs are no longer the same;
@@ -86,7 +87,8 @@ class DDS:
         max_logit: scores are bounded to +-max_logit by tanh; None for no bound.
         uniform_mix: share of each weight that is simply 1/B.
         caution: the price of uneven weights, in units of what a plain step does for dev: it falls as that does. At 0
-            there is none, as in the paper; see `price_of_uneven_weights` in scorer.py.
+            there is none, as in the paper; see `price_of_uneven_weights` in scorer.py. None is 8, or 2 where the scorer
+            learns without what the batch has in common.
         dev_average: share of the dev gradient that is kept from the steps before: 0.9 averages about ten dev batches.
         scorer_precision: ``"float32"``, or ``"bfloat16"`` for the scorer's passes under autocast.
         dev_mode: ``"train"`` runs the dev batch with every module in the mode that it trains in, BatchNorm thus on the
@@ -121,7 +123,7 @@ class DDS:
         overhead: float | None = None,
         max_logit: float | None = MAX_LOGIT,
         uniform_mix: float = 0.0,
-        caution: float = CAUTION,
+        caution: float | None = None,
         dev_average: float = 0.0,
         scorer_precision: str = "float32",
         dev_mode: str = "train",
@@ -160,7 +162,7 @@ class DDS:
             psi_gradient=psi_gradient,
             max_logit=max_logit,
             uniform_mix=uniform_mix,
-            caution=caution,
+            caution=CAUTION if caution is None else caution,
             replay=replay,
             precision=scorer_precision,
             sampler=sampler,
@@ -174,7 +176,8 @@ class DDS:
             self.stream.state = RandomStream(device, seed + self.world.rank).state
         self._chosen = alignment is None and self.budget is not None and last_linear(self._own) is not None
         last = "alignment" in self.learner.signals and (alignment == "last_layer" or self._chosen)
-        self.last_layer = LastLayer(self._own, self.world) if last else None
+        self._caution = caution
+        self._listen_to(LastLayer(self._own, self.world) if last else None, reward)
         self.dev = DevBatches(dev_loader, self.stream)
         self.activations = Activations(self._own) if reward == "activations" else None
         self.reward, self.cosine, self.epsilon, self.dev_mode = reward, cosine, epsilon, dev_mode
@@ -212,9 +215,11 @@ class DDS:
             theta = trainable(self._own)
             self._turn = turn = Turn(self.learner.joint(), theta, snapshot(theta) if learning else {})
         with record_function("gradsieve.alignment"):
-            signals = self._signals(losses, forward)
+            seen = self._seen(losses)
+            signals = self._signals(forward, seen)
         scored = self.learner.score(batch, signals, forward.losses, forward.sizes, learning=learning)
         weights = turn.add(self._own, forward, scored) * self.world.size
+        turn.seen.append(seen if learning and self._less_common else None)
         if heard is not None:
             heard.listen(losses)
             turn.heard.append(heard)
@@ -276,18 +281,15 @@ class DDS:
         d_theta = self._averaged(d_theta)
         self._direction = {name: g * d_theta[name] for name, g in turn.derivative.items() if name in d_theta}
         with record_function("gradsieve.reward"):
-            if self.activations is not None:
-                parts = [heard.rewards(self._direction) for heard in turn.heard]
-            else:
-                parts = [self._rewards(forward, turn.theta_prev) for forward in turn.forwards]
+            parts, lessons = self._rewards_and_lessons(turn)
         r = torch.cat(parts)
 
         finite = turn.finite() | {
             "dev gradient": norm(d_theta).isfinite() & dev_loss.isfinite(),
-            "reward": r.isfinite().all(),
+            "reward": torch.cat(lessons).isfinite().all(),
         }
         good = self.world.agreed(torch.stack(list(finite.values())).all())
-        learned = self.learner.learn(turn.scored, turn.joint, parts, good, since)
+        learned = self.learner.learn(turn.scored, turn.joint, lessons, good, since)
         finite["psi gradient"] = learned | ~good
         self._skipped += ~learned
         return StepRecord(self.steps, r, weights, size, dev_loss, finite, update_every=self.update_every)
@@ -304,29 +306,51 @@ class DDS:
         }
         return self._d_theta
 
-    def _signals(self, losses: Tensor, forward: TrainingForward) -> dict[str, Tensor]:
+    def _listen_to(self, last_layer: LastLayer | None, reward: str) -> None:
+        self.last_layer = last_layer
+        self._less_common = last_layer is not None and reward == "finite_difference"
+        if self._caution is None:
+            self.learner.caution = LESS_COMMON_CAUTION if self._less_common else CAUTION
+
+    def _seen(self, losses: Tensor) -> Seen | None:
+        """By the last layer. If only the budget has chosen it and it does not see one row for each example: no more."""
+        if self.last_layer is None:
+            return None
+        try:
+            return self.last_layer.seen(losses)
+        except GradsieveError as error:
+            if not self._chosen:
+                raise
+            warnings.warn(f"the budget measures alignment by a forward pass: {error}", stacklevel=3)
+            self._listen_to(None, self.reward)
+            return None
+
+    def _signals(self, forward: TrainingForward, seen: Seen | None) -> dict[str, Tensor]:
         """What the scorer asks to be told, at theta_{t-1}. Where no usable dev gradient is known, alignment is zero."""
         signals = {"loss": forward.losses} if "loss" in self.learner.signals else {}
         if "alignment" in self.learner.signals:
             found = nothing = torch.zeros_like(forward.losses)
-            if self.last_layer is not None:
-                found = self._in_last_layer(losses)
+            if self.last_layer is not None and seen is not None:
+                found = self.last_layer.alignment(seen, self._direction)
             elif self._direction:
                 found = self._rewards(forward)
             signals["alignment"] = torch.where(found.isfinite().all(), found, nothing)
         return signals
 
-    def _in_last_layer(self, losses: Tensor) -> Tensor:
-        """A layer that only the budget has chosen is given up if it turns out not to see one row for each example."""
-        assert self.last_layer is not None
-        try:
-            return self.last_layer.alignment(losses, self._direction)
-        except GradsieveError as error:
-            if not self._chosen:
-                raise
-            warnings.warn(f"the budget measures alignment by a forward pass: {error}", stacklevel=4)
-            self.last_layer = None
-            return torch.zeros_like(losses)
+    def _rewards_and_lessons(self, turn: Turn) -> tuple[list[Tensor], list[Tensor]]:
+        """Of each micro-batch the rewards, and what psi learns from: the same, or less what the batch has in common."""
+        if self.activations is not None:
+            rewards = [heard.rewards(self._direction) for heard in turn.heard]
+            return rewards, rewards
+        rewards, lessons = [], []
+        for forward, seen in zip(turn.forwards, turn.seen, strict=True):
+            with self.last_layer.heard() if self.last_layer else nullcontext():
+                r = self._rewards(forward, turn.theta_prev)
+            rewards.append(r)
+            if self.last_layer is not None and seen is not None:
+                r = self.last_layer.less_common(r, seen, step_along(self._direction, self.epsilon, self.world))
+            lessons.append(r)
+        return rewards, lessons
 
     def _rewards(self, forward: TrainingForward, theta: dict[str, Tensor] | None = None) -> Tensor:
         """v . grad l_i at theta, by default the present parameters, (B,)."""

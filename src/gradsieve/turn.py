@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from .activations import Heard
 from .forward import TrainingForward
 from .joint import Joint
+from .last_layer import Seen
 from .learner import Scored
 from .parallel import check_gradients_are_synchronised, local
 
@@ -26,6 +27,8 @@ class Turn:
     scored: list[Scored] = field(default_factory=list)
     heard: list[Heard] = field(default_factory=list)
     """Of each micro-batch, if rewards come from activations."""
+    seen: list[Seen | None] = field(default_factory=list)
+    """By the last layer, of each micro-batch, if psi is to learn without what a batch has in common."""
     backwarded: bool = False
     """Whether the backward of the latest micro-batch has run."""
     stepped: bool = False

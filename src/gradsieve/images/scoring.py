@@ -129,7 +129,7 @@ class TrainedScorer:
         if "loss" in self.signals:
             found["loss"] = losses.detach()
         if last is not None:
-            found["alignment"] = last.alignment(losses, self.direction)
+            found["alignment"] = last.alignment(last.seen(losses), self.direction)
         elif "alignment" in self.signals:
             own = self.recipe.dds.reward
             found["alignment"] = rewards(
