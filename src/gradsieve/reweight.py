@@ -101,7 +101,8 @@ class DDS:
             by default torch's initial seed. The global random state is never touched.
 
     Memory beyond training: a copy of the parameters between steps (v), a second one between `loss()` and `step()`
-    (theta_{t-1}), five while a reward is measured; the scorer, and its activations between `loss()` and `step()`.
+    (theta_{t-1}), five while a reward is measured; the scorer, and its activations between `loss()` and `step()`, with
+    ``alignment="last_layer"`` also that layer's input, output and its gradient.
     """
 
     def __init__(
@@ -344,11 +345,12 @@ class DDS:
             return rewards, rewards
         rewards, lessons = [], []
         for forward, seen in zip(turn.forwards, turn.seen, strict=True):
-            with self.last_layer.heard() if self.last_layer else nullcontext():
+            listener = None if seen is None else self.last_layer
+            with listener.heard() if listener else nullcontext():
                 r = self._rewards(forward, turn.theta_prev)
             rewards.append(r)
-            if self.last_layer is not None and seen is not None:
-                r = self.last_layer.less_common(r, seen, step_along(self._direction, self.epsilon, self.world))
+            if listener is not None and seen is not None:
+                r = listener.less_common(r, seen, step_along(self._direction, self.epsilon, self.world))
             lessons.append(r)
         return rewards, lessons
 
