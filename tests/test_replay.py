@@ -197,6 +197,39 @@ class TestLessCommon:
         torch.testing.assert_close(told[0], told[1], rtol=0.05, atol=0.02 * float(told[0][0].abs().max()))
         assert (told[0][0] - told[0][1]).abs().max() > 0.1 * told[0][0].abs().max()
 
+    def test_a_compiled_model_tells_the_same(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        told = []
+        for compiled in (False, True):
+            model, batches, dev, _ = problem()
+            optimizer = SGD(model.parameters(), lr=0.1)
+            taught = torch.compile(model, backend="eager") if compiled else model
+            dds = DDS(taught, None, cross_entropy, optimizer, dev, alignment="last_layer", seed=0)
+            lessons = lessons_of(dds, monkeypatch)
+            for batch in batches[:3]:
+                optimizer.zero_grad()
+                dds.loss(batch).backward()
+                optimizer.step()
+                dds.step()
+            told.append(torch.cat(lessons))
+        torch.testing.assert_close(told[0], told[1])
+
+    def test_a_layer_that_rewards_pass_by_is_said(self) -> None:
+        class Shy(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.head = nn.Linear(6, 3)
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.head(x) if torch.is_grad_enabled() else x[:, :3]
+
+        model, (_, batches, dev, _) = Shy(), problem()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        dds = DDS(model, None, cross_entropy, optimizer, dev, alignment="last_layer")
+        dds.loss(batches[0]).backward()
+        optimizer.step()
+        with pytest.raises(GradsieveError, match="head was called 1 times in the training forward, but 0 times"):
+            dds.step()
+
     @pytest.mark.parametrize(
         ("options", "caution"),
         [

@@ -118,6 +118,11 @@ class LastLayer:
     def less_common(self, r: Tensor, seen: Seen, eps: Tensor) -> Tensor:
         """r_i - delta_i . mean z', (B,), of the rewards whose pass at theta + eps v was heard."""
         outputs, self._input, self._outputs = self._outputs, None, []
+        check(
+            len(outputs) in (seen.calls, 2 * seen.calls),
+            f"the layer {self.name or 'itself'} was called {seen.calls} times in the training forward, but "
+            f"{len(outputs)} times when rewards were measured: use alignment='full'.",
+        )
         before = seen.z if len(outputs) == seen.calls else outputs[seen.calls - 1]  # autocast: theta came first
         change = (outputs[-1] - before).to(r.dtype).flatten(0, -2)
         return r - (seen.delta * (self.world.mean(change) / eps)).flatten(1).sum(1)
