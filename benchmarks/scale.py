@@ -116,7 +116,7 @@ def memory(width: int = 1024) -> dict[str, float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     dds = DDS(model, None, loss_fn, optimizer, [batch_of(DEV)])
     take(dds, optimizer, batch_of(BATCH))
-    after = sum(v.nbytes for v in dds._direction.values()) / size_of(model)
+    after = sum(v.nbytes for v in dds.agreement.direction.values()) / size_of(model)
     dds.loss(batch_of(BATCH))
     assert dds._turn is not None
     within = after + sum(v.nbytes for v in dds._turn.theta_prev.values()) / size_of(model)

@@ -144,7 +144,7 @@ def test_the_running_average_of_the_dev_gradient() -> None:
         dds.step()
         (gradient,) = torch.autograd.grad(losses_of(model, part).mean(), [model.weight])
         expected = gradient if number == 0 else 0.6 * expected + 0.4 * gradient
-        torch.testing.assert_close(dds._direction["weight"], expected)
+        torch.testing.assert_close(dds.agreement.direction["weight"], expected)
     again = DDS(model, SignalScorer().double(), losses_of, optimizer, dev, dev_average=0.6)
     again.load_state_dict(dds.state_dict())
     assert torch.equal(again._d_theta["weight"], dds._d_theta["weight"])

@@ -25,7 +25,7 @@ LAYERS = [
     {"reward", "activations", "optimizers", "scorer", "networks", "dev", "gradients", "last_layer", "replay", "budget"},
     {"forward", "joint"},
     {"sampling"},
-    {"learner"},
+    {"learner", "agreement"},
     {"turn"},
     {"reweight", "resample"},
     {"baselines", "checkup", "integrations"},

@@ -164,7 +164,7 @@ class TestLessCommon:
         record = dds.step()
         assert record is not None
 
-        v = dds._direction
+        v = dds.agreement.direction
         torch.set_rng_state(state)
         own = without_the_common_change(twin, lambda: cross_entropy(twin, batch), v)
         for found, direction in ((record.rewards, v), (lessons[0], own)):

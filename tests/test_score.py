@@ -82,7 +82,7 @@ class TestScores:
         dds = DDS(
             trained.model, trained.scorer, cross_entropy, SGD(trained.model.parameters(), 0.0), [batch], caution=0.0
         )
-        dds._direction = trained.direction
+        dds.agreement.direction = trained.direction
         dds.loss(batch).backward()
         dds.optimizer.step()
         record = dds.step()

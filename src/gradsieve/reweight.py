@@ -7,7 +7,6 @@ step()   theta_t: dev gradient, rewards, psi           lines 7 to 10
 
 import warnings
 from collections.abc import Iterable
-from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -15,24 +14,23 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.profiler import record_function
 
-from .activations import Activations
+from .agreement import Agreement
 from .budget import Budget
 from .dev import DEV_MODES, DevBatches, dev_gradient
 from .errors import GradsieveError, check
-from .forward import TrainingForward, training_forward
-from .last_layer import LastLayer, Seen, last_linear
+from .forward import training_forward
+from .last_layer import LastLayer
 from .learner import Learner
 from .optimizers import after_each_step, is_known, no_derivative, optimizer_derivative
 from .parallel import World, shard_of, sharded_like, unwrapped
 from .parameters import LossFn, device_of, norm, snapshot, trainable
 from .randomness import RandomStream
 from .record import StepRecord
-from .reward import EPSILON, check_estimator, step_along
+from .reward import EPSILON
 from .sampling import ScoreSampler
-from .scorer import CAUTION, LESS_COMMON_CAUTION, MAX_LOGIT
+from .scorer import CAUTION, MAX_LOGIT
 from .turn import Turn
 
-ALIGNMENTS = ("full", "last_layer")
 REPLAY = 32
 """Batches of rewards that a budget keeps."""
 DID_NOT_STEP = (
@@ -132,24 +130,16 @@ class DDS:
         epsilon: float = EPSILON,
         seed: int | None = None,
     ):
-        check(reward != "activations" or not cosine, "cosine needs each example's gradient; use reward='per_example'.")
-        check_estimator("finite_difference" if reward == "activations" else reward, cosine)
         check(0 <= dev_average < 1, f"dev_average must lie in 0 to 1, below 1, not {dev_average}.")
         check(dev_mode in DEV_MODES, f"dev_mode must be one of {DEV_MODES}, not {dev_mode!r}.")
         check(update_every >= 1, f"update_every must be at least 1, not {update_every}.")
-        check(alignment in (None, *ALIGNMENTS), f"alignment must be one of {ALIGNMENTS}, not {alignment!r}.")
         check(overhead is None or overhead > 0, f"overhead must be above 0, such as 0.1, not {overhead}.")
         check(overhead is None or update_every == 1, "overhead chooses update_every: give one of them.")
-        check(epsilon > 0, f"epsilon must be above 0, not {epsilon}.")
         check(bool(trainable(model)), "the model has no parameter that requires a gradient.")
         check(isinstance(optimizer, Optimizer), f"optimizer must be a torch one, not {type(optimizer).__name__}.")
 
         self.model, self.loss_fn, self.optimizer = model, loss_fn, optimizer
         self.world, device = World(model), device_of(model)
-        check(
-            not self.world.sharded or reward == "finite_difference",
-            f"reward={reward!r} needs whole parameters; a model under fully_shard takes 'finite_difference'.",
-        )
         seed = self.world.told(torch.initial_seed() % 2**63 if seed is None else seed)
         self.stream = RandomStream(device, seed)
         self.budget = None if overhead is None else Budget(overhead, device, self.world)
@@ -175,20 +165,25 @@ class DDS:
         )
         if self.world.rank:  # psi begins alike everywhere, dev batches and their dropout do not
             self.stream.state = RandomStream(device, seed + self.world.rank).state
-        self._chosen = alignment is None and self.budget is not None and last_linear(self._own) is not None
-        last = "alignment" in self.learner.signals and (alignment == "last_layer" or self._chosen)
         self._caution = caution
-        self._listen_to(LastLayer(self._own, self.world) if last else None, reward)
+        self.agreement = Agreement(
+            self._own,
+            self.world,
+            self.learner.signals,
+            reward=reward,
+            cosine=cosine,
+            alignment=alignment,
+            epsilon=epsilon,
+            frugal=self.budget is not None,
+        )
         self.dev = DevBatches(dev_loader, self.stream)
-        self.activations = Activations(self._own) if reward == "activations" else None
-        self.reward, self.cosine, self.epsilon, self.dev_mode = reward, cosine, epsilon, dev_mode
+        self.dev_mode = dev_mode
         self.dev_average, self._d_theta = dev_average, dict[str, Tensor]()
         self.optimizer_aware = optimizer_aware and is_known(optimizer)
 
         self._every = update_every
         self.steps = self._since = 0
         self._skipped = torch.zeros((), dtype=torch.long, device=device)
-        self._direction: dict[str, Tensor] = {}
         self._turn: Turn | None = None
         self._warned = False
         after_each_step(optimizer, self, DDS._after_optimizer_step)
@@ -202,12 +197,9 @@ class DDS:
         self._mark()
         turn = self._turn if self._turn is not None and self._turn.goes_on(self._own) else None
         learning = self._since + 1 >= self.update_every if turn is None else turn.learning
-        again = learning or ("alignment" in self.learner.signals and self.last_layer is None)
         self._mark()
-        with ExitStack() as listening:
-            if self.last_layer is not None:
-                listening.enter_context(self.last_layer.heard())
-            heard = listening.enter_context(self.activations.heard()) if self.activations and learning else None
+        with self.agreement.listening(learning) as heard:
+            again = self.agreement.again(learning)
             losses, forward = training_forward(
                 self.model, self.loss_fn, batch, who="DDS", again=again, world=self.world
             )
@@ -216,14 +208,12 @@ class DDS:
             theta = trainable(self._own)
             self._turn = turn = Turn(self.learner.joint(), theta, snapshot(theta) if learning else {})
         with record_function("gradsieve.alignment"):
-            seen = self._seen(losses)
-            signals = self._signals(forward, seen)
+            signals, seen = self.agreement.told(losses, forward)
+        self.learner.caution = self.agreement.caution if self._caution is None else self._caution
         scored = self.learner.score(batch, signals, forward.losses, forward.sizes, learning=learning)
-        weights = turn.add(self._own, forward, scored) * self.world.size
-        turn.seen.append(seen if learning and self._less_common else None)
+        weights = turn.add(self._own, forward, scored, seen if learning else None, heard) * self.world.size
         if heard is not None:
             heard.listen(losses)
-            turn.heard.append(heard)
         loss = (weights * losses).sum()
         turn.listen(loss)
         self._mark()
@@ -280,9 +270,11 @@ class DDS:
                 world=self.world,
             )
         d_theta = self._averaged(d_theta)
-        self._direction = {name: g * d_theta[name] for name, g in turn.derivative.items() if name in d_theta}
+        self.agreement.direction = {n: g * d_theta[n] for n, g in turn.derivative.items() if n in d_theta}
         with record_function("gradsieve.reward"):
-            parts, lessons = self._rewards_and_lessons(turn)
+            passes = zip(turn.forwards, turn.seen, turn.heard, strict=True)
+            found = [self.agreement.rewards(forward, turn.theta_prev, seen, heard) for forward, seen, heard in passes]
+        parts, lessons = zip(*found, strict=True)
         r = torch.cat(parts)
 
         finite = turn.finite() | {
@@ -306,60 +298,6 @@ class DDS:
             for n, g in d_theta.items()
         }
         return self._d_theta
-
-    def _listen_to(self, last_layer: LastLayer | None, reward: str) -> None:
-        self.last_layer = last_layer
-        self._less_common = last_layer is not None and reward == "finite_difference"
-        if self._caution is None:
-            self.learner.caution = LESS_COMMON_CAUTION if self._less_common else CAUTION
-
-    def _seen(self, losses: Tensor) -> Seen | None:
-        """By the last layer. If only the budget has chosen it and it does not see one row for each example: no more."""
-        if self.last_layer is None:
-            return None
-        try:
-            return self.last_layer.seen(losses)
-        except GradsieveError as error:
-            if not self._chosen:
-                raise
-            warnings.warn(f"the budget measures alignment by a forward pass: {error}", stacklevel=3)
-            self._listen_to(None, self.reward)
-            return None
-
-    def _signals(self, forward: TrainingForward, seen: Seen | None) -> dict[str, Tensor]:
-        """What the scorer asks to be told, at theta_{t-1}. Where no usable dev gradient is known, alignment is zero."""
-        signals = {"loss": forward.losses} if "loss" in self.learner.signals else {}
-        if "alignment" in self.learner.signals:
-            found = nothing = torch.zeros_like(forward.losses)
-            if self.last_layer is not None and seen is not None:
-                found = self.last_layer.alignment(seen, self._direction)
-            elif self._direction:
-                found = self._rewards(forward)
-            signals["alignment"] = torch.where(found.isfinite().all(), found, nothing)
-        return signals
-
-    def _rewards_and_lessons(self, turn: Turn) -> tuple[list[Tensor], list[Tensor]]:
-        """Of each micro-batch the rewards, and what psi learns from: the same, or less what the batch has in common."""
-        if self.activations is not None:
-            rewards = [heard.rewards(self._direction) for heard in turn.heard]
-            return rewards, rewards
-        rewards, lessons = [], []
-        for forward, seen in zip(turn.forwards, turn.seen, strict=True):
-            listener = None if seen is None else self.last_layer
-            with listener.heard() if listener else nullcontext():
-                r = self._rewards(forward, turn.theta_prev)
-            rewards.append(r)
-            if listener is not None and seen is not None:
-                r = listener.less_common(r, seen, step_along(self._direction, self.epsilon, self.world))
-            lessons.append(r)
-        return rewards, lessons
-
-    def _rewards(self, forward: TrainingForward, theta: dict[str, Tensor] | None = None) -> Tensor:
-        """v . grad l_i at theta, by default the present parameters, (B,)."""
-        estimator = "finite_difference" if self.reward == "activations" else self.reward
-        return forward.rewards(
-            self._direction, estimator=estimator, cosine=self.cosine, theta=theta, epsilon=self.epsilon
-        )
 
     def _after_optimizer_step(self) -> None:
         """Takes g' while gradients and learning rates are still those of the step."""
@@ -391,6 +329,11 @@ class DDS:
         return self.learner.optimizer
 
     @property
+    def last_layer(self) -> LastLayer | None:
+        """Where alignment is measured, if there alone."""
+        return self.agreement.last_layer
+
+    @property
     def update_every(self) -> int:
         """Rewards are measured at every k-th step; with a budget, what it chooses now."""
         return self._every if self.budget is None else self.budget.every
@@ -408,7 +351,7 @@ class DDS:
             "since": self._since,
             "skipped": self._skipped.clone(),
             **self.learner.state_dict(),
-            "direction": {n: sharded_like(v, theta[n]) for n, v in self._direction.items() if n in theta},
+            "direction": {n: sharded_like(v, theta[n]) for n, v in self.agreement.direction.items() if n in theta},
             "dev_average": {n: sharded_like(v, theta[n]) for n, v in self._d_theta.items() if n in theta},
             "random": dict(self.stream.state),
             "dev": self.dev.state_dict(),
@@ -418,7 +361,7 @@ class DDS:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.learner.load_state_dict(state)
         theta, device = trainable(self._own), self.stream.device
-        self._direction, self._d_theta = (
+        self.agreement.direction, self._d_theta = (
             {n: shard_of(v, theta[n]).to(device).clone() for n, v in state[name].items() if n in theta}
             for name in ("direction", "dev_average")
         )

@@ -25,10 +25,10 @@ class Turn:
     forwards: list[TrainingForward] = field(default_factory=list)
     """One for each micro-batch."""
     scored: list[Scored] = field(default_factory=list)
-    heard: list[Heard] = field(default_factory=list)
-    """Of each micro-batch, if rewards come from activations."""
     seen: list[Seen | None] = field(default_factory=list)
-    """By the last layer, of each micro-batch, if psi is to learn without what a batch has in common."""
+    """By the last layer, if it is listened to."""
+    heard: list[Heard | None] = field(default_factory=list)
+    """By all layers, if rewards come from activations."""
     backwarded: bool = False
     """Whether the backward of the latest micro-batch has run."""
     stepped: bool = False
@@ -47,13 +47,17 @@ class Turn:
             check_gradients_are_synchronised(model)
         return any(p.grad is not None for p in model.parameters())
 
-    def add(self, model: nn.Module, forward: TrainingForward, scored: Scored) -> Tensor:
+    def add(
+        self, model: nn.Module, forward: TrainingForward, scored: Scored, seen: Seen | None, heard: Heard | None
+    ) -> Tensor:
         """The weights of a further micro-batch, (b,); gradients of those before it are scaled down to theirs."""
         factor = self.joint.join(scored.logits, forward.sizes)
         if factor is not None:
             torch._foreach_mul_([local(p.grad) for p in model.parameters() if p.grad is not None], factor)
         self.forwards.append(forward)
         self.scored.append(scored)
+        self.seen.append(seen)
+        self.heard.append(heard)
         self.backwarded = False
         return self.joint.own_weights()[-1]
 

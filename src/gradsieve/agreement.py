@@ -1,0 +1,124 @@
+"""How the agreement of examples with the dev gradient is measured: a signal before the step, a reward after it."""
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from .activations import Activations, Heard
+from .errors import GradsieveError, check
+from .forward import TrainingForward
+from .last_layer import LastLayer, Seen, last_linear
+from .parallel import World
+from .reward import EPSILON, Theta, check_estimator, step_along
+from .scorer import CAUTION, LESS_COMMON_CAUTION
+
+ALIGNMENTS = ("full", "last_layer")
+
+
+class Agreement:
+    """v . grad l_i at theta_{t-1}, by one of several means; arguments as in `DDS`.
+
+    `signals` is what the scorer asks to be told. `frugal` chooses the last layer where the model has one.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        world: World,
+        signals: Sequence[str],
+        *,
+        reward: str = "finite_difference",
+        cosine: bool = False,
+        alignment: str | None = None,
+        epsilon: float = EPSILON,
+        frugal: bool = False,
+    ):
+        check(reward != "activations" or not cosine, "cosine needs each example's gradient; use reward='per_example'.")
+        check_estimator("finite_difference" if reward == "activations" else reward, cosine)
+        check(alignment in (None, *ALIGNMENTS), f"alignment must be one of {ALIGNMENTS}, not {alignment!r}.")
+        check(epsilon > 0, f"epsilon must be above 0, not {epsilon}.")
+        check(
+            not world.sharded or reward == "finite_difference",
+            f"reward={reward!r} needs whole parameters; a model under fully_shard takes 'finite_difference'.",
+        )
+        self.world, self.signals, self.reward, self.cosine, self.epsilon = world, signals, reward, cosine, epsilon
+        self.direction: dict[str, Tensor] = {}
+        """v, of the latest dev gradient."""
+        self.activations = Activations(model) if reward == "activations" else None
+        self._chosen = frugal and alignment is None and last_linear(model) is not None
+        wanted = "alignment" in signals and (alignment == "last_layer" or self._chosen)
+        self.last_layer = LastLayer(model, world) if wanted else None
+
+    @property
+    def less_common(self) -> bool:
+        """Whether psi learns without what a batch has in common."""
+        return self.last_layer is not None and self.reward == "finite_difference"
+
+    @property
+    def caution(self) -> float:
+        """How much of it the scorer needs by default."""
+        return LESS_COMMON_CAUTION if self.less_common else CAUTION
+
+    def again(self, learning: bool) -> bool:
+        """Whether a training forward is going to be repeated."""
+        return learning or ("alignment" in self.signals and self.last_layer is None)
+
+    @contextmanager
+    def listening(self, learning: bool) -> Iterator[Heard | None]:
+        """To a training forward."""
+        with ExitStack() as stack:
+            if self.last_layer is not None:
+                stack.enter_context(self.last_layer.heard())
+            yield stack.enter_context(self.activations.heard()) if self.activations and learning else None
+
+    def told(self, losses: Tensor, forward: TrainingForward) -> tuple[dict[str, Tensor], Seen | None]:
+        """What the scorer asks to be told, at theta_{t-1}, and what the last layer saw, if it is listened to.
+
+        Where no usable dev gradient is known, alignment is zero.
+        """
+        signals, seen = {"loss": forward.losses} if "loss" in self.signals else {}, self._seen(losses)
+        if "alignment" in self.signals:
+            found = nothing = torch.zeros_like(forward.losses)
+            if self.last_layer is not None and seen is not None:
+                found = self.last_layer.alignment(seen, self.direction)
+            elif self.direction:
+                found = self._measured(forward)
+            signals["alignment"] = torch.where(found.isfinite().all(), found, nothing)
+        return signals, seen
+
+    def rewards(
+        self, forward: TrainingForward, theta: Theta, seen: Seen | None, heard: Heard | None
+    ) -> tuple[Tensor, Tensor]:
+        """The rewards of a batch (B,), and what psi learns from: the same, or less what the batch has in common."""
+        if heard is not None:
+            r = heard.rewards(self.direction)
+            return r, r
+        if self.last_layer is None or seen is None or not self.less_common:
+            r = self._measured(forward, theta)
+            return r, r
+        with self.last_layer.heard():
+            r = self._measured(forward, theta)
+        return r, self.last_layer.less_common(r, seen, step_along(self.direction, self.epsilon, self.world))
+
+    def _measured(self, forward: TrainingForward, theta: Theta | None = None) -> Tensor:
+        """By a pass at `theta`, by default the present parameters."""
+        estimator = "finite_difference" if self.reward == "activations" else self.reward
+        return forward.rewards(
+            self.direction, estimator=estimator, cosine=self.cosine, theta=theta, epsilon=self.epsilon
+        )
+
+    def _seen(self, losses: Tensor) -> Seen | None:
+        """A layer that was chosen without being asked for is given up if it does not see one row for each example."""
+        if self.last_layer is None:
+            return None
+        try:
+            return self.last_layer.seen(losses)
+        except GradsieveError as error:
+            if not self._chosen:
+                raise
+            warnings.warn(f"the budget measures alignment by a forward pass: {error}", stacklevel=4)
+            self.last_layer = None
+            return None
