@@ -14,11 +14,11 @@ from pathlib import Path
 
 OURS = {
     "training forward": ("training_forward (", "loss (gradsieve/baselines", "loss (gradsieve/translation"),
-    "alignment": ("_seen (gradsieve", "_signals (gradsieve"),
+    "alignment": ("told (gradsieve/agreement",),
     "scorer": ("score (gradsieve/learner", "learn (gradsieve/learner"),
     "replay": ("hear_again (gradsieve",),
     "dev gradient": ("dev_gradient (gradsieve",),
-    "rewards": ("_rewards_and_lessons (gradsieve",),
+    "rewards": ("rewards (gradsieve/agreement",),
     "store of gradients": ("observe (gradsieve/", "gradsieve/gradients"),
     "scorer's start from a prior": ("imitate (gradsieve",),
     "rest of loss() and step()": ("loss (gradsieve/reweight", "step (gradsieve/reweight", "step (gradsieve/resample"),

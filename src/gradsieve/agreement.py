@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .activations import Activations, Heard
 from .errors import GradsieveError, check
 from .forward import TrainingForward
-from .last_layer import LastLayer, Seen, last_linear
+from .last_layer import LastLayer, Outline, Seen, last_linear
 from .parallel import World
 from .reward import EPSILON, Theta, check_estimator, step_along
 from .scorer import CAUTION, LESS_COMMON_CAUTION
@@ -74,34 +74,47 @@ class Agreement:
                 stack.enter_context(self.last_layer.heard())
             yield stack.enter_context(self.activations.heard()) if self.activations and learning else None
 
-    def told(self, losses: Tensor, forward: TrainingForward) -> tuple[dict[str, Tensor], Seen | None]:
-        """What the scorer asks to be told, at theta_{t-1}, and what the last layer saw, if it is listened to.
+    def told(
+        self, losses: Tensor, forward: TrainingForward, learning: bool
+    ) -> tuple[dict[str, Tensor], Outline | None]:
+        """What the scorer asks to be told, at theta_{t-1}, and what `rewards` needs to leave out the common part.
 
         Where no usable dev gradient is known, alignment is zero.
         """
-        signals, seen = {"loss": forward.losses} if "loss" in self.signals else {}, self._seen(losses)
+        signals = {"loss": forward.losses} if "loss" in self.signals else {}
+        listened, seen = self.last_layer is not None, self._seen(losses)
         if "alignment" in self.signals:
             found = nothing = torch.zeros_like(forward.losses)
             if self.last_layer is not None and seen is not None:
                 found = self.last_layer.alignment(seen, self.direction)
-            elif self.direction:
+            elif self.direction and not listened:
                 found = self._measured(forward)
             signals["alignment"] = torch.where(found.isfinite().all(), found, nothing)
-        return signals, seen
+        return signals, seen.outline() if seen is not None and learning and self.less_common else None
 
     def rewards(
-        self, forward: TrainingForward, theta: Theta, seen: Seen | None, heard: Heard | None
-    ) -> tuple[Tensor, Tensor]:
-        """The rewards of a batch (B,), and what psi learns from: the same, or less what the batch has in common."""
-        if heard is not None:
-            r = heard.rewards(self.direction)
+        self,
+        forwards: Sequence[TrainingForward],
+        theta: Theta,
+        outlines: Sequence[Outline | None],
+        heard: Sequence[Heard | None],
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Of each part of a batch the rewards, and what psi learns from: the same, or less what all have in common."""
+        if self.activations is not None:
+            r = [its.rewards(self.direction) for its in heard if its is not None]
             return r, r
-        if self.last_layer is None or seen is None or not self.less_common:
-            r = self._measured(forward, theta)
+        before = [outline for outline in outlines if outline is not None]
+        if self.last_layer is None or len(before) < len(forwards):
+            r = [self._measured(forward, theta) for forward in forwards]
             return r, r
-        with self.last_layer.heard():
-            r = self._measured(forward, theta)
-        return r, self.last_layer.less_common(r, seen, step_along(self.direction, self.epsilon, self.world))
+        r, changes = [], []
+        for forward, outline in zip(forwards, before, strict=True):
+            with self.last_layer.added_up() as totals:
+                r.append(self._measured(forward, theta))
+            changes.append(outline.change(totals, passes=1 if forward.autocast is None else 2))
+        eps, rows = step_along(self.direction, self.epsilon, self.world), sum(outline.rows for outline in before)
+        common = self.last_layer.common(changes, rows, eps)
+        return r, [outline.less(its, common) for its, outline in zip(r, before, strict=True)]
 
     def _measured(self, forward: TrainingForward, theta: Theta | None = None) -> Tensor:
         """By a pass at `theta`, by default the present parameters."""

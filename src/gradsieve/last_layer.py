@@ -18,10 +18,13 @@ What psi learns from leaves it out too. A reward by finite difference is v . gra
 measures it shows how z_i changes along v, whatever the layer:
 
     r_i - delta_i . mean z',    z_i' = (z_i(theta + eps v) - z_i(theta)) / eps
+
+delta_i is the gradient of all losses by z_i. Where examples meet behind the layer, in BatchNorm or a contrastive loss,
+that is more than dl_i / dz_i.
 """
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -40,6 +43,35 @@ def last_linear(model: nn.Module) -> tuple[str, nn.Linear] | None:
     return next(((name, layer) for name, layer in reversed(layers) if id(layer.weight) in trained), None)
 
 
+class Outline(NamedTuple):
+    """What is kept of a training forward until rewards are measured: nothing of the size of all outputs."""
+
+    delta: Tensor
+    """(B, out), summed over the places of an example."""
+    total: Tensor
+    """Sum of the outputs over all rows, (out,)."""
+    rows: int
+    calls: int
+    """How often the layer was called; only the latest call counts."""
+
+    def change(self, totals: Sequence[Tensor], passes: int) -> Tensor:
+        """Of the total, to the last of so many passes, (out,); of two, the first was at theta once more.
+
+        Outputs that are masked by infinities do not change.
+        """
+        check(
+            len(totals) == passes * self.calls,
+            f"the last layer was called {self.calls} times in the training forward, but {len(totals)} times in "
+            f"{passes} when rewards were measured: use alignment='full'.",
+        )
+        change = totals[-1] - (self.total if passes == 1 else totals[self.calls - 1])
+        return torch.where(change.isfinite(), change, 0.0)
+
+    def less(self, r: Tensor, common: Tensor) -> Tensor:
+        """r_i - delta_i . mean z', (B,)."""
+        return r - self.delta @ common.to(self.delta.dtype)
+
+
 class Seen(NamedTuple):
     """What the layer had to do with the losses of a training forward."""
 
@@ -48,15 +80,24 @@ class Seen(NamedTuple):
     z: Tensor
     """Its output, (B, ..., out), free of any graph."""
     delta: Tensor
-    """dl_i / dz_i, (B, ..., out)."""
+    """Gradient of the losses by z, (B, ..., out)."""
     calls: int
-    """How often it was called; only the latest call counts."""
+
+    def outline(self) -> Outline:
+        delta = self.delta.reshape(len(self.delta), -1, self.delta.shape[-1]).sum(1)
+        return Outline(delta, total(self.z), self.z[..., 0].numel(), self.calls)
+
+
+def total(z: Tensor) -> Tensor:
+    """Sum over all rows, (out,), wide enough for the small difference of two such sums."""
+    wide = torch.float32 if z.device.type == "mps" else torch.float64  # which has no other
+    return z.detach().flatten(0, -2).sum(0, dtype=wide)
 
 
 class LastLayer:
     """Listens to the last linear layer that the model lists and trains.
 
-    A hook stays on that layer. It keeps nothing outside of `heard`, and copies of the model are not listened to.
+    A hook stays on that layer. It keeps nothing outside of `heard` and `added_up`; copies of the model are not heard.
     """
 
     def __init__(self, model: nn.Module, world: World = ALONE):
@@ -70,59 +111,70 @@ class LastLayer:
         names = names_of(model)
         self.weight, self.bias = (names.get(id(p), "") for p in (self.layer.weight, self.layer.bias))
         self._listening = False
-        self._input: Tensor | None = None
-        self._outputs: list[Tensor] = []
+        self._latest: tuple[Tensor, Tensor] | None = None
+        self._calls = 0
+        self._totals: list[Tensor] | None = None
         me = weakref.ref(self)
 
         def listen(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
             listener = me()
-            if listener is not None and listener._listening and module is listener.layer:
-                listener._input = inputs[0].detach()
-                listener._outputs.append(output)
+            if listener is None or module is not listener.layer:
+                return
+            if listener._listening:
+                listener._latest = inputs[0].detach(), output
+                listener._calls += 1
+            if listener._totals is not None:
+                listener._totals.append(total(output))
 
         self.layer.register_forward_hook(listen)
 
     @contextmanager
     def heard(self) -> Iterator[None]:
-        """Inside, the layer's latest input and its outputs are kept."""
-        self._listening = True
-        self._outputs.clear()
+        """Inside, the layer's latest input and output are kept, for `seen`."""
+        self._listening, self._latest, self._calls = True, None, 0
         try:
             yield
         finally:
             self._listening = False
 
+    @contextmanager
+    def added_up(self) -> Iterator[list[Tensor]]:
+        """Inside, the `total` of each call is kept."""
+        self._totals = totals = list[Tensor]()
+        try:
+            yield totals
+        finally:
+            self._totals = None
+
     def seen(self, losses: Tensor) -> Seen:
         """What was heard of the pass that gave the losses (B,); once for each pass."""
-        a, outputs, self._input, self._outputs = self._input, self._outputs, None, []
-        if a is None or outputs[-1].ndim < 2 or len(outputs[-1]) != len(losses):
-            found = f"gave shape {tuple(outputs[-1].shape)}" if outputs else "was not called"
-            raise GradsieveError(
-                f"alignment='last_layer' wants one row for each of the {len(losses)} examples from the layer "
-                f"{self.name or 'itself'}, which {found}: use alignment='full'."
-            )
-        (delta,) = torch.autograd.grad(losses.sum(), outputs[-1], retain_graph=True)
-        return Seen(a, outputs[-1].detach(), delta.to(losses.dtype), len(outputs))
+        latest, self._latest = self._latest, None
+        wanted = (
+            f"alignment='last_layer' wants one row for each of the {len(losses)} examples, on which their losses "
+            f"depend, from the layer {self.name or 'itself'}, which"
+        )
+        if latest is None:
+            raise GradsieveError(f"{wanted} was not called: use alignment='full'.")
+        a, z = latest
+        delta = None
+        if z.ndim > 1 and len(z) == len(losses) and z.requires_grad:
+            (delta,) = torch.autograd.grad(losses.sum(), z, retain_graph=True, allow_unused=True)
+        if delta is None:
+            raise GradsieveError(f"{wanted} gave shape {tuple(z.shape)}: use alignment='full'.")
+        return Seen(a, z.detach(), delta.to(losses.dtype), self._calls)
 
     def alignment(self, seen: Seen, direction: Direction) -> Tensor:
         """delta_i . (c_i - mean c), (B,)."""
         v_w, v_b = direction.get(self.weight), direction.get(self.bias)
         change = torch.zeros_like(seen.delta)
-        if v_w is not None:
-            change = change + seen.a.to(v_w.dtype) @ whole(v_w, self.layer.weight).T
-        if v_b is not None:
-            change = change + whole(v_b, self.layer.bias)
-        change = change - self.world.mean(change.flatten(0, -2))
+        with torch.autocast(change.device.type, enabled=False):
+            if v_w is not None:
+                change = change + seen.a.to(v_w.dtype) @ whole(v_w, self.layer.weight).T
+            if v_b is not None:
+                change = change + whole(v_b, self.layer.bias)
+        change = change - self.world.mean(change.flatten(0, -2).sum(0), change[..., 0].numel())
         return (change * seen.delta).flatten(1).sum(1).to(seen.delta.dtype)
 
-    def less_common(self, r: Tensor, seen: Seen, eps: Tensor) -> Tensor:
-        """r_i - delta_i . mean z', (B,), of the rewards whose pass at theta + eps v was heard."""
-        outputs, self._input, self._outputs = self._outputs, None, []
-        check(
-            len(outputs) in (seen.calls, 2 * seen.calls),
-            f"the layer {self.name or 'itself'} was called {seen.calls} times in the training forward, but "
-            f"{len(outputs)} times when rewards were measured: use alignment='full'.",
-        )
-        before = seen.z if len(outputs) == seen.calls else outputs[seen.calls - 1]  # autocast: theta came first
-        change = (outputs[-1] - before).to(r.dtype).flatten(0, -2)
-        return r - (seen.delta * (self.world.mean(change) / eps)).flatten(1).sum(1)
+    def common(self, changes: Sequence[Tensor], rows: int, eps: Tensor) -> Tensor:
+        """mean z', (out,), by the changes of all parts of a batch, which have so many rows."""
+        return self.world.mean(torch.stack(list(changes)).sum(0), rows) / eps

@@ -164,12 +164,12 @@ class World:
         self.add_up([total])
         return total
 
-    def mean(self, rows: Tensor) -> Tensor:
-        """Of the rows (n, d) of all processes, (d,)."""
-        if self.size == 1:
-            return rows.mean(0)
-        total = self.summed(torch.cat([rows.sum(0), rows.new_full((1,), len(rows))]))
-        return total[:-1] / total[-1]
+    def mean(self, total: Tensor, count: int) -> Tensor:
+        """Of something in all processes, (d,), by the sum of the own ones and their number."""
+        if self.size > 1:
+            everywhere = self.summed(torch.cat([total, total.new_full((1,), count)]))
+            return everywhere[:-1] / everywhere[-1]
+        return total / count
 
     def agreed(self, good: Tensor) -> Tensor:
         """Whether it is true everywhere."""

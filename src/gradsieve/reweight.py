@@ -76,9 +76,9 @@ class DDS:
         replay: how many batches of rewards are kept, so that the scorer learns at every step; see replay.py. Where the
             scorer reads the batch, as many batches are kept too. Rewards then count in units of their deviation.
         alignment: how the signal of that name is measured: ``"full"``, a forward pass, or ``"last_layer"``, next to
-            nothing; see last_layer.py. Rewards are those of all layers in any case; with ``"last_layer"`` and finite
-            differences the scorer learns from them less what the batch has in common. None is ``"full"``; with a budget
-            it is ``"last_layer"`` where the model has such a layer.
+            nothing; see last_layer.py. Rewards are those of all layers in any case; a scorer that is told alignment in
+            the last layer learns from them less what the batch has in common, if they are finite differences. None is
+            ``"full"``; with a budget it is ``"last_layer"`` where the model has such a layer.
         overhead: a budget, such as 0.10: how much longer than plain training a step may take. It chooses `update_every`
             by the time that steps take, and a replay of 32. Since the clock decides, two runs are no longer the same;
             ``record.update_every`` tells what was chosen.
@@ -99,8 +99,7 @@ class DDS:
             by default torch's initial seed. The global random state is never touched.
 
     Memory beyond training: a copy of the parameters between steps (v), a second one between `loss()` and `step()`
-    (theta_{t-1}), five while a reward is measured; the scorer, and its activations between `loss()` and `step()`, with
-    ``alignment="last_layer"`` also that layer's input, output and its gradient.
+    (theta_{t-1}), five while a reward is measured; the scorer, and its activations between `loss()` and `step()`.
     """
 
     def __init__(
@@ -208,10 +207,11 @@ class DDS:
             theta = trainable(self._own)
             self._turn = turn = Turn(self.learner.joint(), theta, snapshot(theta) if learning else {})
         with record_function("gradsieve.alignment"):
-            signals, seen = self.agreement.told(losses, forward)
-        self.learner.caution = self.agreement.caution if self._caution is None else self._caution
+            signals, outline = self.agreement.told(losses, forward, learning)
+        if self._caution is None:
+            self.learner.caution = self.agreement.caution
         scored = self.learner.score(batch, signals, forward.losses, forward.sizes, learning=learning)
-        weights = turn.add(self._own, forward, scored, seen if learning else None, heard) * self.world.size
+        weights = turn.add(self._own, forward, scored, outline, heard) * self.world.size
         if heard is not None:
             heard.listen(losses)
         loss = (weights * losses).sum()
@@ -272,9 +272,7 @@ class DDS:
         d_theta = self._averaged(d_theta)
         self.agreement.direction = {n: g * d_theta[n] for n, g in turn.derivative.items() if n in d_theta}
         with record_function("gradsieve.reward"):
-            passes = zip(turn.forwards, turn.seen, turn.heard, strict=True)
-            found = [self.agreement.rewards(forward, turn.theta_prev, seen, heard) for forward, seen, heard in passes]
-        parts, lessons = zip(*found, strict=True)
+            parts, lessons = self.agreement.rewards(turn.forwards, turn.theta_prev, turn.outlines, turn.heard)
         r = torch.cat(parts)
 
         finite = turn.finite() | {

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from .activations import Heard
 from .forward import TrainingForward
 from .joint import Joint
-from .last_layer import Seen
+from .last_layer import Outline
 from .learner import Scored
 from .parallel import check_gradients_are_synchronised, local
 
@@ -25,8 +25,8 @@ class Turn:
     forwards: list[TrainingForward] = field(default_factory=list)
     """One for each micro-batch."""
     scored: list[Scored] = field(default_factory=list)
-    seen: list[Seen | None] = field(default_factory=list)
-    """By the last layer, if it is listened to."""
+    outlines: list[Outline | None] = field(default_factory=list)
+    """By the last layer, if psi is to learn without what a batch has in common."""
     heard: list[Heard | None] = field(default_factory=list)
     """By all layers, if rewards come from activations."""
     backwarded: bool = False
@@ -48,7 +48,7 @@ class Turn:
         return any(p.grad is not None for p in model.parameters())
 
     def add(
-        self, model: nn.Module, forward: TrainingForward, scored: Scored, seen: Seen | None, heard: Heard | None
+        self, model: nn.Module, forward: TrainingForward, scored: Scored, outline: Outline | None, heard: Heard | None
     ) -> Tensor:
         """The weights of a further micro-batch, (b,); gradients of those before it are scaled down to theirs."""
         factor = self.joint.join(scored.logits, forward.sizes)
@@ -56,7 +56,7 @@ class Turn:
             torch._foreach_mul_([local(p.grad) for p in model.parameters() if p.grad is not None], factor)
         self.forwards.append(forward)
         self.scored.append(scored)
-        self.seen.append(seen)
+        self.outlines.append(outline)
         self.heard.append(heard)
         self.backwarded = False
         return self.joint.own_weights()[-1]

@@ -89,7 +89,7 @@ class DDSSettings(Settings):
     uniform_mix: Share = 0.0
     dev_mode: DevMode = "train"
     caution: NotNegative | None = None
-    """By default 8; with alignment in the last layer 2."""
+    """By default 8; 2 for a scorer that is told alignment in the last layer, with finite-difference rewards."""
     dev_average: Annotated[Share, Field(lt=1)] = 0.0
     scorer_precision: Literal["float32", "bfloat16"] = "float32"
 
