@@ -226,21 +226,24 @@ class TestLessCommon:
         torch.testing.assert_close(told[0], told[1], rtol=1e-3, atol=1e-5)
         assert told[0][1].abs().max() > 0.1 * told[0][0].abs().max()
 
-    def test_logits_that_are_masked_in_place(self) -> None:
+    def test_logits_that_are_changed_in_place(self, monkeypatch: pytest.MonkeyPatch) -> None:
         model, (_, batches, dev, _) = nn.Sequential(nn.Linear(6, 5)), problem()
 
         def loss_fn(model: nn.Module, batch: Any) -> Tensor:
             logits = model(batch[0])
             logits[:, 3:] = -torch.inf
+            logits += 100
             return nn.functional.cross_entropy(logits, batch[1], reduction="none")
 
         optimizer = SGD(model.parameters(), lr=0.1)
         dds = DDS(model, None, loss_fn, optimizer, dev, alignment="last_layer")
+        lessons = lessons_of(dds, monkeypatch)
         dds.loss(batches[0]).backward()
         optimizer.step()
         record = dds.step()
         assert record is not None
         assert record.skipped is None
+        assert lessons[0].abs().max() < 10 * record.rewards.abs().max()
 
     @pytest.mark.parametrize("unused", [False, True])
     def test_a_budget_gives_up_a_layer_that_losses_do_not_depend_on(self, unused: bool) -> None:

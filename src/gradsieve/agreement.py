@@ -67,15 +67,20 @@ class Agreement:
         return learning or ("alignment" in self.signals and self.last_layer is None)
 
     @contextmanager
-    def listening(self, learning: bool) -> Iterator[Heard | None]:
-        """To a training forward."""
+    def listening(self, learning: bool) -> Iterator[tuple[Heard | None, list[Tensor]]]:
+        """To a training forward: what all layers hear, and the last layer's totals, if rewards are to need them."""
+        heard, totals = None, list[Tensor]()
         with ExitStack() as stack:
             if self.last_layer is not None:
                 stack.enter_context(self.last_layer.heard())
-            yield stack.enter_context(self.activations.heard()) if self.activations and learning else None
+                if learning and self.less_common:
+                    totals = stack.enter_context(self.last_layer.added_up())
+            if self.activations is not None and learning:
+                heard = stack.enter_context(self.activations.heard())
+            yield heard, totals
 
     def told(
-        self, losses: Tensor, forward: TrainingForward, learning: bool
+        self, losses: Tensor, forward: TrainingForward, totals: Sequence[Tensor]
     ) -> tuple[dict[str, Tensor], Outline | None]:
         """What the scorer asks to be told, at theta_{t-1}, and what `rewards` needs to leave out the common part.
 
@@ -90,7 +95,7 @@ class Agreement:
             elif self.direction and not listened:
                 found = self._measured(forward)
             signals["alignment"] = torch.where(found.isfinite().all(), found, nothing)
-        return signals, seen.outline() if seen is not None and learning and self.less_common else None
+        return signals, seen.outline(totals) if seen is not None and totals else None
 
     def rewards(
         self,

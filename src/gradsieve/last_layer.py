@@ -77,20 +77,18 @@ class Seen(NamedTuple):
 
     a: Tensor
     """Its input, (B, ..., in)."""
-    z: Tensor
-    """Its output, (B, ..., out), free of any graph."""
     delta: Tensor
-    """Gradient of the losses by z, (B, ..., out)."""
-    calls: int
+    """Gradient of the losses by its output, (B, ..., out)."""
 
-    def outline(self) -> Outline:
-        delta = self.delta.reshape(len(self.delta), -1, self.delta.shape[-1]).sum(1)
-        return Outline(delta, total(self.z), self.z[..., 0].numel(), self.calls)
+    def outline(self, totals: Sequence[Tensor]) -> Outline:
+        """With the totals of the same pass."""
+        places = self.delta.reshape(len(self.delta), -1, self.delta.shape[-1])
+        return Outline(places.sum(1), totals[-1], places[..., 0].numel(), len(totals))
 
 
 def total(z: Tensor) -> Tensor:
     """Sum over all rows, (out,), wide enough for the small difference of two such sums."""
-    wide = torch.float32 if z.device.type == "mps" else torch.float64  # which has no other
+    wide = torch.float32 if z.device.type == "mps" else torch.float64  # mps has no wider one
     return z.detach().flatten(0, -2).sum(0, dtype=wide)
 
 
@@ -112,7 +110,6 @@ class LastLayer:
         self.weight, self.bias = (names.get(id(p), "") for p in (self.layer.weight, self.layer.bias))
         self._listening = False
         self._latest: tuple[Tensor, Tensor] | None = None
-        self._calls = 0
         self._totals: list[Tensor] | None = None
         me = weakref.ref(self)
 
@@ -122,7 +119,6 @@ class LastLayer:
                 return
             if listener._listening:
                 listener._latest = inputs[0].detach(), output
-                listener._calls += 1
             if listener._totals is not None:
                 listener._totals.append(total(output))
 
@@ -131,7 +127,7 @@ class LastLayer:
     @contextmanager
     def heard(self) -> Iterator[None]:
         """Inside, the layer's latest input and output are kept, for `seen`."""
-        self._listening, self._latest, self._calls = True, None, 0
+        self._listening, self._latest = True, None
         try:
             yield
         finally:
@@ -161,7 +157,7 @@ class LastLayer:
             (delta,) = torch.autograd.grad(losses.sum(), z, retain_graph=True, allow_unused=True)
         if delta is None:
             raise GradsieveError(f"{wanted} gave shape {tuple(z.shape)}: use alignment='full'.")
-        return Seen(a, z.detach(), delta.to(losses.dtype), self._calls)
+        return Seen(a, delta.to(losses.dtype))
 
     def alignment(self, seen: Seen, direction: Direction) -> Tensor:
         """delta_i . (c_i - mean c), (B,)."""

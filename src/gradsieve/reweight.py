@@ -197,7 +197,7 @@ class DDS:
         turn = self._turn if self._turn is not None and self._turn.goes_on(self._own) else None
         learning = self._since + 1 >= self.update_every if turn is None else turn.learning
         self._mark()
-        with self.agreement.listening(learning) as heard:
+        with self.agreement.listening(learning) as (heard, totals):
             again = self.agreement.again(learning)
             losses, forward = training_forward(
                 self.model, self.loss_fn, batch, who="DDS", again=again, world=self.world
@@ -207,7 +207,7 @@ class DDS:
             theta = trainable(self._own)
             self._turn = turn = Turn(self.learner.joint(), theta, snapshot(theta) if learning else {})
         with record_function("gradsieve.alignment"):
-            signals, outline = self.agreement.told(losses, forward, learning)
+            signals, outline = self.agreement.told(losses, forward, totals)
         if self._caution is None:
             self.learner.caution = self.agreement.caution
         scored = self.learner.score(batch, signals, forward.losses, forward.sizes, learning=learning)
