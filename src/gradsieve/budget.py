@@ -11,15 +11,18 @@ import torch
 from .parallel import ALONE, World
 
 LONGEST = 16
-"""Rewards are measured at every 16th step at least: rarer ones teach too little."""
+"""Rewards are measured at every 16th step at least: rarer ones teach too little. So often, too, before the first
+choice: lessons of the very first steps, when the model knows nothing yet, do harm if they are many."""
 OUT_OF_REACH = 4
 """k where no k can keep the budget, because DDS costs more on a step that measures nothing: a very small model."""
 MARGIN = 0.8
 """Share of the budget that is planned with: the memory that DDS touches also slows the user's own part of a step."""
 WINDOW = 32
 """Steps of each kind whose times count."""
-FIRST = 8
-"""Steps of each kind before the first choice; until then every second step is measured."""
+FIRST = 4
+"""Steps of each kind before the first choice."""
+AGREEMENT = 8
+"""Steps after which several processes agree on k."""
 
 
 def steps_between(overhead: float, plain: float, idle: float, measuring: float) -> int:
@@ -44,7 +47,7 @@ class Budget:
 
     def __init__(self, overhead: float, device: torch.device, world: World = ALONE):
         self.overhead, self.device, self.world = overhead, device, world
-        self.every = self._choice = 2
+        self.every = self._choice = LONGEST
         self._steps = 0
         self._idle: deque[float] = deque(maxlen=WINDOW)
         self._measured: deque[float] = deque(maxlen=WINDOW)
@@ -69,7 +72,7 @@ class Budget:
             marks, kind = self._pending.popleft()
             self._note(marks, self._pending[0][0][0], kind)
         self._steps += 1
-        if self.world.size == 1 or self._steps % FIRST == 0:
+        if self.world.size == 1 or self._steps % AGREEMENT == 0:
             self.every = self.world.told(self._choice)
 
     def _passed(self, mark: Any) -> bool:

@@ -13,7 +13,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 
 from ..baselines import BatchWeight, Uniform
-from ..budget import FIRST
+from ..budget import FIRST, LONGEST
 from ..errors import GradsieveError
 from ..networks import like
 from ..parallel import unwrapped
@@ -57,7 +57,7 @@ def dds(subject: Subject, device: torch.device) -> Step:
     step = _training(
         subject, device, lambda model, optimizer, dev: DDS(model, None, loss_fn, optimizer, dev, overhead=0.10)
     )
-    for _ in range(3 * FIRST + 1):
+    for _ in range(FIRST * LONGEST + 1):
         step()
     return step
 
