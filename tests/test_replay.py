@@ -295,6 +295,21 @@ class TestLessCommon:
         with pytest.raises(GradsieveError, match="was called 1 times in the training forward, but 0 times"):
             dds.step()
 
+    @pytest.mark.parametrize(
+        ("options", "caution"),
+        [
+            ({}, 8.0),
+            ({"alignment": "last_layer"}, 2.0),
+            ({"overhead": 0.1}, 2.0),
+            ({"overhead": 0.1, "alignment": "full"}, 8.0),
+            ({"alignment": "last_layer", "reward": "per_example"}, 8.0),
+            ({"alignment": "last_layer", "caution": 5.0}, 5.0),
+        ],
+    )
+    def test_they_need_less_caution(self, options: dict[str, Any], caution: float) -> None:
+        dds, _ = trained(3, **options)
+        assert dds.learner.caution == caution
+
     def test_other_rewards_stay_as_they_are(self, monkeypatch: pytest.MonkeyPatch) -> None:
         model, batches, dev, _ = problem()
         optimizer = SGD(model.parameters(), lr=0.1)
@@ -499,6 +514,7 @@ class TestBudget:
         dds.step()
         dds.loss(batch).backward()
         assert dds.last_layer is None
+        assert dds.learner.caution == 8.0
 
     def test_a_scorer_without_alignment_needs_no_layer(self) -> None:
         model = mlp()

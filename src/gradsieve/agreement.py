@@ -13,6 +13,7 @@ from .forward import TrainingForward
 from .last_layer import LastLayer, Outline, Seen, last_linear
 from .parallel import World
 from .reward import EPSILON, Theta, check_estimator, step_along
+from .scorer import CAUTION, LESS_COMMON_CAUTION
 
 ALIGNMENTS = ("full", "last_layer")
 
@@ -55,6 +56,11 @@ class Agreement:
     def less_common(self) -> bool:
         """Whether psi learns without what a batch has in common."""
         return self.last_layer is not None and self.reward == "finite_difference"
+
+    @property
+    def caution(self) -> float:
+        """How much of it the scorer needs by default."""
+        return LESS_COMMON_CAUTION if self.less_common else CAUTION
 
     def again(self, learning: bool) -> bool:
         """Whether a training forward is going to be repeated."""

@@ -85,7 +85,8 @@ class DDS:
         max_logit: scores are bounded to +-max_logit by tanh; None for no bound.
         uniform_mix: share of each weight that is simply 1/B.
         caution: the price of uneven weights, in units of what a plain step does for dev: it falls as that does. At 0
-            there is none, as in the paper; see `price_of_uneven_weights` in scorer.py.
+            there is none, as in the paper; see `price_of_uneven_weights` in scorer.py. None is 8, or 2 where the scorer
+            learns without what the batch has in common.
         dev_average: share of the dev gradient that is kept from the steps before: 0.9 averages about ten dev batches.
         scorer_precision: ``"float32"``, or ``"bfloat16"`` for the scorer's passes under autocast.
         dev_mode: ``"train"`` runs the dev batch with every module in the mode that it trains in, BatchNorm thus on the
@@ -120,7 +121,7 @@ class DDS:
         overhead: float | None = None,
         max_logit: float | None = MAX_LOGIT,
         uniform_mix: float = 0.0,
-        caution: float = CAUTION,
+        caution: float | None = None,
         dev_average: float = 0.0,
         scorer_precision: str = "float32",
         dev_mode: str = "train",
@@ -151,7 +152,7 @@ class DDS:
             psi_gradient=psi_gradient,
             max_logit=max_logit,
             uniform_mix=uniform_mix,
-            caution=caution,
+            caution=CAUTION if caution is None else caution,
             replay=replay,
             precision=scorer_precision,
             sampler=sampler,
@@ -163,6 +164,7 @@ class DDS:
         )
         if self.world.rank:  # psi begins alike everywhere, dev batches and their dropout do not
             self.stream.state = RandomStream(device, seed + self.world.rank).state
+        self._caution = caution
         self.agreement = Agreement(
             self._own,
             self.world,
@@ -206,6 +208,8 @@ class DDS:
             self._turn = turn = Turn(self.learner.joint(), theta, snapshot(theta) if learning else {})
         with record_function("gradsieve.alignment"):
             signals, outline = self.agreement.told(losses, forward, totals)
+        if self._caution is None:
+            self.learner.caution = self.agreement.caution
         scored = self.learner.score(batch, signals, forward.losses, forward.sizes, learning=learning)
         weights = turn.add(self._own, forward, scored, outline, heard) * self.world.size
         if heard is not None:

@@ -18,8 +18,9 @@ MAX_LOGIT = 2.0
 
 SCORER_LR = 3e-3
 
-CAUTION = 8.0
-"""The default price of uneven weights; RESULTS.md, section "Caution", says how it was chosen."""
+CAUTION, LESS_COMMON_CAUTION = 8.0, 2.0
+"""The default price of uneven weights: of rewards as they are, and less what a batch has in common, which need
+less of it; RESULTS.md, section "Caution", says how they were chosen."""
 
 OUTLOOK_START, OUTLOOK_RATE = 0.1, 0.01
 OUTLOOK_BEND = 0.03

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from ..runs.recipe import Count, NotNegative, Number, Positive, PositiveShare, Recipe, Settings, Share, SPCLSettings
-from ..scorer import CAUTION, MAX_LOGIT, SCORER_LR
+from ..scorer import MAX_LOGIT, SCORER_LR
 
 Reward = Literal["finite_difference", "jvp", "per_example"]
 DevMode = Literal["train", "eval"]
@@ -88,7 +88,8 @@ class DDSSettings(Settings):
     max_logit: Positive | None = MAX_LOGIT
     uniform_mix: Share = 0.0
     dev_mode: DevMode = "train"
-    caution: NotNegative = CAUTION
+    caution: NotNegative | None = None
+    """By default 8; 2 for a scorer that is told alignment in the last layer, with finite-difference rewards."""
     dev_average: Annotated[Share, Field(lt=1)] = 0.0
     scorer_precision: Literal["float32", "bfloat16"] = "float32"
 

@@ -57,7 +57,7 @@ def _damage(damage: Mapping[str, Any]) -> str:
 def _scorer(recipe: Mapping[str, Any]) -> str:
     scorer, dds = _section(recipe, "scorer"), _section(recipe, "dds")
     bound = f"scores within ±{dds['max_logit']:g}" if dds.get("max_logit") else None
-    caution = f"caution {dds['caution']:g}" if "caution" in dds else None
+    caution = f"caution {dds['caution']:g}" if dds.get("caution") is not None else None
     return _list([_text(scorer, "kind"), f"lr {scorer['lr']:g}" if "lr" in scorer else None, bound, caution])
 
 
