@@ -181,6 +181,7 @@ def test_commands_can_be_given(document: str, words: list[str]) -> None:
         "python": check_python,
         "make": check_make,
         "pip": check_pip,
+        "py-spy": lambda words: check_gradsieve(words[words.index("gradsieve") + 1 :]),
     }
     checks[program](arguments)
 
