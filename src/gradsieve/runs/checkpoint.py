@@ -7,6 +7,7 @@ flushed to the disk and renamed.
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -91,6 +92,15 @@ def written_whole(path: Path, advice: str = GO_ON) -> Iterator[Path]:
         shutil.rmtree(place, ignore_errors=True)
         with suppress(OSError):
             place.unlink()
+
+
+def forget_unfinished(folder: Path) -> None:
+    """Removes what kills in the midst of `written_whole` have left in the folder and below it."""
+    for place in list(folder.rglob(".*")):
+        if re.fullmatch(r"\..+\.\d+", place.name):
+            shutil.rmtree(place, ignore_errors=True)
+            with suppress(OSError):
+                place.unlink()
 
 
 def _save(tensors: Mapping[str, Tensor], path: Path) -> None:

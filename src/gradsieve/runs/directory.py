@@ -24,7 +24,16 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from ..errors import GradsieveError
-from .checkpoint import as_json, load_checkpoint, load_json, save_checkpoint, save_json, save_tensors, written_whole
+from .checkpoint import (
+    as_json,
+    forget_unfinished,
+    load_checkpoint,
+    load_json,
+    save_checkpoint,
+    save_json,
+    save_tensors,
+    written_whole,
+)
 from .recipe import Recipe, differences, with_a_say
 from .team import Team
 
@@ -76,6 +85,7 @@ class RunDirectory:
             yield
             return
         with _locked(self.path):
+            forget_unfinished(self.path)
             save_json(self.path / "recipe.json", self._settings)
             if not self._begun or not (self.path / "environment.json").exists():
                 save_json(self.path / "environment.json", environment)
@@ -117,8 +127,6 @@ class RunDirectory:
         """Step and state of the latest checkpoint that can be read; what the run wrote after it is forgotten."""
         if not self._begun:
             return None
-        for broken in (self.path / "checkpoints").glob(".step-*") if self.team.first else ():
-            shutil.rmtree(broken, ignore_errors=True)  # a kill in the midst of writing
         folders = self._checkpoints()
         reasons = []
         for folder in reversed(folders):
