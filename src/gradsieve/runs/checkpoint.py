@@ -89,18 +89,21 @@ def written_whole(path: Path, advice: str = GO_ON) -> Iterator[Path]:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise GradsieveError(f"cannot write {path} ({reason}). {advice}") from error
     finally:
-        shutil.rmtree(place, ignore_errors=True)
-        with suppress(OSError):
-            place.unlink()
+        _remove(place)
 
 
 def forget_unfinished(folder: Path) -> None:
     """Removes what kills in the midst of `written_whole` have left in the folder and below it."""
     for place in list(folder.rglob(".*")):
         if re.fullmatch(r"\..+\.\d+", place.name):
-            shutil.rmtree(place, ignore_errors=True)
-            with suppress(OSError):
-                place.unlink()
+            _remove(place)
+
+
+def _remove(place: Path) -> None:
+    """A file or a folder, if it is there."""
+    shutil.rmtree(place, ignore_errors=True)
+    with suppress(OSError):
+        place.unlink()
 
 
 def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
