@@ -473,15 +473,15 @@ class TestMicroBatches:
 
 
 class TestJoint:
-    @given(st.lists(st.integers(1, 7), min_size=1, max_size=4), st.integers(0, 100))
-    def test_factors_make_up_for_what_was_not_known(self, sizes: list[int], seed: int) -> None:
+    @given(st.lists(st.integers(1, 7), min_size=1, max_size=4), st.integers(0, 100), st.sampled_from([0.0, 0.3, 1.0]))
+    def test_factors_make_up_for_what_was_not_known(self, sizes: list[int], seed: int, trust: float) -> None:
         chance = torch.Generator().manual_seed(seed)
-        joint, so_far = Joint(ALONE), []
+        joint, so_far = Joint(ALONE, trust=trust), []
         parts = [3 * torch.randn(size, generator=chance, dtype=torch.float64) for size in sizes]
         for logits in parts:
             factor = joint.join(logits, ALONE.sizes(len(logits)))
             so_far = [weights * factor for weights in so_far if factor is not None] + [joint.own_weights()[-1]]
-        expected = torch.softmax(torch.cat(parts), 0)
+        expected = torch.softmax(trust * torch.cat(parts), 0)
         torch.testing.assert_close(torch.cat(so_far), expected)
         torch.testing.assert_close(torch.cat(joint.own_weights()), expected)
         torch.testing.assert_close(joint.logits(), torch.cat(parts))

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam
 from zoo import KINDS, cross_entropy, make, mlp
 
-from gradsieve import DDS, GradsieveError, MLPScorer, SignalScorer, alignment
+from gradsieve import DDS, GradsieveError, MLPScorer, SignalScorer, alignment, learner
 from gradsieve import budget as budget_module
+from gradsieve.agreement import Agreement
 from gradsieve.budget import FIRST, LONGEST, MARGIN, OUT_OF_REACH, Budget, steps_between
 from gradsieve.last_layer import LastLayer, last_linear
 from gradsieve.parameters import Direction, lent, untouched
-from gradsieve.replay import Lesson, Ring, foresight
+from gradsieve.replay import SHORTEST, Lesson, Ring, foresight, hindsight
 
 CPU = torch.device("cpu")
 
@@ -328,7 +329,7 @@ def lesson(value: float, count: int = 4) -> Lesson:
 
 class TestRing:
     def ring(self, size: int = 8) -> Ring:
-        return Ring(size, torch.Generator().manual_seed(0))
+        return Ring(size, torch.Generator().manual_seed(0), CPU)
 
     def test_foresight_is_a_correlation(self) -> None:
         w, r = torch.randn(50), torch.randn(50)
@@ -348,16 +349,55 @@ class TestRing:
         assert min(counts[2:]) > 50
 
     def test_lessons_that_mislead_make_it_shorter_and_good_ones_longer(self) -> None:
-        ring, bad, good = self.ring(), torch.tensor(-1.0), torch.tensor(1.0)
+        ring, bad, good = self.ring(16), torch.tensor(-1.0), torch.tensor(1.0)
         for _ in range(6):
             ring.add([lesson(0)], bad)
-        assert ring.length == 1
+        assert ring.length == SHORTEST
         lengths = []
         for _ in range(16):
             ring.add([lesson(0)], good)
             lengths.append(ring.length)
-        assert lengths[-1] == 8
+        assert lengths[-1] == 16
         assert lengths == sorted(lengths)
+
+    def test_a_small_one_is_never_shorter_than_it_is(self) -> None:
+        ring = self.ring(3)
+        for _ in range(6):
+            ring.add([lesson(0)], torch.tensor(-1.0))
+        assert ring.length == 3
+
+    @given(seed=st.integers(0, 1000), size=st.integers(2, 50), price=st.floats(0.01, 10))
+    def test_trust_is_the_largest_share_of_the_weights_that_would_have_been_worth_its_price(
+        self, seed: int, size: int, price: float
+    ) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        weights = torch.rand(3, size, generator=generator, dtype=torch.float64)
+        weights, r = weights / weights.sum(1, keepdim=True), torch.randn(3, size, generator=generator).double()
+        total = torch.stack([hindsight(w, its, torch.tensor(price)) for w, its in zip(weights, r, strict=True)]).sum(0)
+
+        def brought(tau: Tensor) -> Tensor:
+            given = 1 / size + tau * (weights - 1 / size)
+            return ((given - 1 / size) * r).sum() - price * (size * given.square().sum(1) - 1).sum()
+
+        trust = total[0] / total[1]
+        torch.testing.assert_close(brought(trust), torch.zeros_like(trust), atol=1e-6, rtol=0)
+        assert brought(trust / 2) > 0 > brought(2 * trust) or trust < 0
+
+    def test_trust_is_earned_and_lost(self) -> None:
+        ring, w = self.ring(), torch.tensor([0.4, 0.1, 0.4, 0.1])
+        right = torch.tensor([1.0, -1.0, 1.0, -1.0])
+        assert float(ring.trust) == 0
+        ring.judge(hindsight(w, right, torch.tensor(0.1)), 16)
+        assert float(ring.trust) == 1
+        ring.judge(hindsight(w, -right, torch.tensor(0.1)), 32)
+        assert float(ring.trust) == 0
+        half = self.ring()
+        for _ in range(100):  # P U = 2 G
+            half.judge(hindsight(w, right, 1.2 / torch.tensor(0.36)), 16)
+        torch.testing.assert_close(half.trust, torch.tensor(0.5))
+        free = self.ring()
+        free.judge(hindsight(w, right, torch.tensor(0.0)), 16)  # caution 0
+        assert float(free.trust) == 1
 
     def test_its_bytes(self) -> None:
         ring = self.ring(3)
@@ -370,8 +410,12 @@ class TestRing:
         for value in range(5):
             ring.add([lesson(value)], torch.rand(()))
         again = self.ring()
+        ring.judge(torch.tensor([0.3, 1.0]), 4)
         again.load_state_dict(ring.state_dict(), CPU)
         assert (again.length, again.bytes) == (ring.length, ring.bytes)
+        for its in (ring, again):
+            its.judge(torch.tensor([0.1, 1.0]), 4)
+        assert float(again.trust) == float(ring.trust) > 0
         for _ in range(5):
             assert torch.equal(again.draw().signals["loss"], ring.draw().signals["loss"])  # type: ignore[union-attr]
 
@@ -411,6 +455,25 @@ def test_rewards_at_every_eighth_step_teach_when_they_are_replayed(how: str) -> 
     assert [r is not None for r in found["records"][:16]] == [step % 8 == 7 for step in range(16)]
     assert dds.learner.ring is not None
     assert dds.learner.ring.bytes == 32 * 3 * 32 * 4  # loss, alignment, rewards: no batch is kept
+
+
+def test_a_scorer_that_learns_chance_by_heart_is_not_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    rewards = Agreement.rewards
+    chance = torch.Generator().manual_seed(0)
+
+    def random(self: Agreement, *args: Any) -> tuple[list[Tensor], list[Tensor]]:
+        r, _ = rewards(self, *args)
+        return r, [torch.randn(its.shape, generator=chance) for its in r]
+
+    monkeypatch.setattr(Agreement, "rewards", random)
+    monkeypatch.setattr(learner, "outlook", lambda before, *_: before)
+    dds, found = trained(800, update_every=8, replay=32, scorer=MLPScorer(6, 3), caution=1.0)
+    _, batches, _, _ = problem()
+    own = torch.stack([torch.softmax(dds.scorer(batch).detach(), 0) for batch in batches])
+    given = torch.stack([record.weights for record in found["records"][400:] if record])
+    unevenness = [float((32 * weights.square().sum(1) - 1).mean()) for weights in (own, given)]
+    assert unevenness[1] < 0.1 * unevenness[0]
+    assert unevenness[0] > 0.1
 
 
 def test_a_scorer_that_reads_the_batch_has_it_kept() -> None:

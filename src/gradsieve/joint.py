@@ -18,8 +18,8 @@ from .scorer import example_weights
 class Joint:
     """The scores of a whole batch, of which this process computed its own."""
 
-    def __init__(self, world: World, uniform_mix: float = 0.0):
-        self.world, self.uniform_mix = world, uniform_mix
+    def __init__(self, world: World, uniform_mix: float = 0.0, trust: Tensor | float = 1.0):
+        self.world, self.uniform_mix, self.trust = world, uniform_mix, trust
         self._own: list[Tensor] = []  # logits of each part, with psi's graph
         self._all: list[Tensor] = []  # those of all processes, without
         self._sizes: list[Sizes] = []
@@ -31,11 +31,11 @@ class Joint:
             "uniform_mix cannot be had with gradient accumulation: its share of each weight is not known before the "
             "last micro-batch. Leave it at 0.",
         )
-        before = torch.cat(self._all).logsumexp(0) if self._all else None
+        before = self._trusted().logsumexp(0) if self._all else None
         self._own.append(logits)
         self._all.append(self.world.gathered(logits, sizes))
         self._sizes.append(sizes)
-        return None if before is None else (before - torch.cat(self._all).logsumexp(0)).exp()
+        return None if before is None else (before - self._trusted().logsumexp(0)).exp()
 
     @property
     def totals(self) -> list[int]:
@@ -44,11 +44,15 @@ class Joint:
 
     def own_weights(self) -> list[Tensor]:
         """Of this process's examples by part, (b,) each, free of any graph."""
-        parts = example_weights(torch.cat(self._all), self.uniform_mix).split(self.totals)
+        parts = example_weights(self._trusted(), self.uniform_mix).split(self.totals)
         return [weights[sizes.place] for weights, sizes in zip(parts, self._sizes, strict=True)]
 
+    def _trusted(self) -> Tensor:
+        """What becomes weights: the logits of all examples, as far as psi is trusted, (N,)."""
+        return self.trust * torch.cat(self._all)
+
     def logits(self) -> Tensor:
-        """Of all examples, (N,). This process's carry psi's graph; the other processes' gradients are theirs to add."""
+        """psi's own, of all examples, (N,). This process's carry its graph; the others' gradients are theirs to add."""
         pieces = []
         for own, everyone, sizes in zip(self._own, self._all, self._sizes, strict=True):
             pieces += [everyone[: sizes.place.start], own, everyone[sizes.place.stop :]]

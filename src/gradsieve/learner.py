@@ -16,7 +16,7 @@ from .optimizers import load_optimizer
 from .parallel import ALONE, Sizes, World
 from .parameters import full_precision, untouched
 from .randomness import RandomStream, seeded
-from .replay import Lesson, Ring, foresight
+from .replay import Lesson, Ring, foresight, hindsight
 from .sampling import ScoreSampler
 from .scorer import (
     OUTLOOK_START,
@@ -86,7 +86,7 @@ class Learner:
         self.optimizer = optimizer or default_optimizer(scorer)
         self.psi_gradient, self.caution = psi_gradient, caution
         self.max_logit, self.uniform_mix, self.precision = max_logit, uniform_mix, precision
-        self.ring = Ring(replay, seeded(stream.seed, "replay")) if replay else None
+        self.ring = Ring(replay, seeded(stream.seed, "replay"), stream.device) if replay else None
         self.outlook = torch.full((), OUTLOOK_START, device=stream.device)
 
     @property
@@ -146,7 +146,12 @@ class Learner:
 
     def joint(self, world: World | None = None) -> Joint:
         """The softmax of line 4, over a batch whose parts are yet to come."""
-        return Joint(world or self.world, self.uniform_mix)
+        return Joint(world or self.world, self.uniform_mix, self.trust)
+
+    @property
+    def trust(self) -> Tensor | float:
+        """How far psi's scores count: 1, but where lessons are replayed what replay.py makes of them."""
+        return 1.0 if self.ring is None else self.ring.trust
 
     def learn(self, parts: Sequence[Scored], joint: Joint, r: Sequence[Tensor], good: Tensor, steps: int) -> Tensor:
         """Line 10: psi's step by fresh rewards of all parts, `steps` after the ones before. Whether all went well."""
@@ -158,9 +163,11 @@ class Learner:
             unit = everyone.std(correction=0).clamp_min(1e-30)
             everyone, r = everyone / unit, [its / unit for its in r]
         with record_function("gradsieve.scorer"):
-            finite, weights = self._climb(joint, everyone, good)
+            finite, weights, price = self._climb(joint, everyone, good)
         good = good & finite
         if self.ring is not None:
+            proved = hindsight(weights, everyone, price)
+            self.ring.judge(torch.where(good & proved.isfinite().all(), proved, 0.0), steps)
             followed = everyone.split(joint.totals) if self.knows_all else r
             lessons = [
                 Lesson(part.batch if self.reads_batch else None, part.signals, torch.where(good, its, 0.0))
@@ -184,14 +191,17 @@ class Learner:
             joint.join(part.logits, sizes)
             self._climb(joint, joint.gathered([lesson.rewards]), world.agreed(part.finite))
 
-    def _climb(self, joint: Joint, r: Tensor, good: Tensor) -> tuple[Tensor, Tensor]:
-        """psi's step by the rewards of a whole batch, (N,). Whether its gradient was finite, and the weights, (N,)."""
+    def _climb(self, joint: Joint, r: Tensor, good: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """psi's step by the rewards of a whole batch, (N,).
+
+        Whether its gradient was finite, its own weights, (N,), and their price.
+        """
         assert self.optimizer is not None
         logits = joint.logits()
         weights = example_weights(logits, self.uniform_mix)
         price = price_of_uneven_weights(self.caution, self.outlook, r)
         objective = psi_objective(logits, weights, r, self.psi_gradient, price)
-        return climb(self.optimizer, objective, good, joint.world), weights.detach()
+        return climb(self.optimizer, objective, good, joint.world), weights.detach(), price
 
     def state_dict(self) -> dict[str, Any]:
         return {

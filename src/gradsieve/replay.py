@@ -1,9 +1,12 @@
 """Lessons that psi hears again: rewards are measured now and then, and learned from at every step.
 
 A lesson is what the scorer was told and the rewards that followed, in units of their deviation. Old rewards are those
-of an old model. So late lessons come more often, and the ring is as long as its lessons keep their promise: whenever
-rewards are measured, they are compared with the weights that psi, taught by the ring, has just given. Weights that
-foretell them let the ring grow by one lesson; weights that foretell the contrary halve it.
+of an old model, and what is heard again and again may be learned by heart. So whenever rewards are measured, they are
+compared with the weights that psi, taught by the ring, gave before it knew them:
+
+- late lessons come more often, and the ring is as long as its lessons keep their promise: weights that foretell the
+  rewards let it grow by one lesson, weights that foretell the contrary halve it;
+- psi is trusted as far as its weights have proved worth their price: see `hindsight`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,6 +20,10 @@ from torch.utils import _pytree as pytree
 AGE = 0.9
 """How likely a lesson is drawn, beside the next younger one."""
 FORESIGHT_RATE = 0.2
+SHORTEST = 8
+"""Lessons that are in use at least, if they are kept: a single one would be learned by heart."""
+TRUST_RATE = 0.005
+"""How fast a training step fades from the evidence."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +46,24 @@ def foresight(weights: Tensor, rewards: Tensor) -> Tensor:
     return (w * r).sum() / (w.norm() * r.norm()).clamp_min(1e-30)
 
 
-class Ring:
-    """The latest lessons, `size` of them at most."""
+def hindsight(weights: Tensor, rewards: Tensor, price: Tensor) -> Tensor:
+    """What weights have brought and what they have cost: ``G = sum_i (w_i - 1/B) r_i`` and ``P U``, (2,).
 
-    def __init__(self, size: int, generator: torch.Generator):
+    U = B sum_i w_i^2 - 1 is how uneven they are and P the price of that. Had a share tau of what sets them apart from
+    1/B been given, it would have brought about tau G and cost tau^2 P U. So G / P U is the largest share that would
+    have been worth its price, the trust that these weights deserved. Of several batches it is the ratio of the sums.
+    """
+    size = len(weights)
+    return torch.stack([((weights - 1 / size) * rewards).sum(), price * (size * weights.square().sum() - 1)])
+
+
+class Ring:
+    """The latest lessons, `size` of them at most, and how far a psi that learns from them is to be trusted."""
+
+    def __init__(self, size: int, generator: torch.Generator, device: torch.device):
         self.size, self.generator = size, generator
+        self._evidence, self.trust = torch.zeros(2, device=device), torch.zeros((), device=device)
+        """tau, from 0 to 1, by which psi's scores are multiplied before they become weights: 0 until it is deserved."""
         self.length = size
         """How many are in use: what the check of their promise has made of `size`."""
         self._lessons: list[Lesson] = []  # youngest last
@@ -63,6 +83,12 @@ class Ring:
         chances = AGE ** torch.arange(len(lessons) - 1, -1, -1, dtype=torch.float64)
         return lessons[int(torch.multinomial(chances, 1, generator=self.generator))]
 
+    def judge(self, hindsight: Tensor, steps: int) -> None:
+        """psi by the weights that it gave before it knew the rewards, `steps` after the judgement before."""
+        self._evidence = self._evidence.lerp(hindsight.to(self._evidence), 1 - (1 - TRUST_RATE) ** steps)
+        gain, cost = self._evidence
+        self.trust = (gain / cost.clamp_min(1e-30)).clamp(0, 1)
+
     @property
     def bytes(self) -> int:
         return sum(lesson.bytes for lesson in self._lessons)
@@ -73,13 +99,16 @@ class Ring:
             self._foresight = torch.zeros((), device=now.device)
         elif self._arrived is not None:
             kept = float(self._arrived)
-            self.length = max(1, self.length // 2) if kept < 0 else min(self.size, self.length + 1)
+            shorter, longer = max(self.length // 2, SHORTEST), self.length + 1
+            self.length = min(shorter if kept < 0 else longer, self.size)
         self._foresight = self._foresight.lerp(now.nan_to_num().float(), FORESIGHT_RATE)
         self._arrived = self._foresight.to("cpu", non_blocking=True)
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "length": self.length,
+            "evidence": self._evidence,
+            "trust": self.trust,
             "foresight": self._foresight,
             "arrived": self._arrived,
             "random": self.generator.get_state(),
@@ -91,6 +120,7 @@ class Ring:
             return pytree.tree_map_only(Tensor, lambda t: t.to(device), tree)
 
         self.length, self._foresight = state["length"], move(state["foresight"])
+        self._evidence, self.trust = move(state["evidence"]), move(state["trust"])
         self._arrived = state["arrived"]
         self.generator.set_state(state["random"].cpu())
         self._lessons = [Lesson(*move(parts)) for parts in map(tuple, state["lessons"])]
