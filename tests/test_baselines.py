@@ -196,6 +196,7 @@ def test_the_loss_is_the_weighted_sum_and_the_weights_sum_to_one(name: str) -> N
         assert record.to_dict().keys() == {
             "step",
             "update_every",
+            "trust",
             "reward_mean",
             "reward_std",
             "weight_min",

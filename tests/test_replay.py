@@ -452,6 +452,7 @@ def trained(steps: int, **options: Any) -> tuple[DDS, dict[str, Any]]:
 def test_rewards_at_every_eighth_step_teach_when_they_are_replayed(how: str) -> None:
     dds, found = trained(400, update_every=8, replay=32, alignment=how, caution=1.0)
     assert found["right"] > 1.2 * found["wrong"]
+    assert [found["records"][step].to_dict()["trust"] for step in (7, -1)] == [0, 1]
     assert [r is not None for r in found["records"][:16]] == [step % 8 == 7 for step in range(16)]
     assert dds.learner.ring is not None
     assert dds.learner.ring.bytes == 32 * 3 * 32 * 4  # loss, alignment, rewards: no batch is kept

@@ -28,6 +28,8 @@ class StepRecord:
     """Whether the optimizer moved the model since `loss()`."""
     update_every: int = 1
     """Rewards are measured at every k-th step: what a budget chose, where there is one."""
+    trust: Tensor | float = 1.0
+    """By which scores were multiplied before they became weights; below 1 only where lessons are replayed."""
 
     @property
     def skipped(self) -> str | None:
@@ -48,6 +50,7 @@ class StepRecord:
             "effective_sample_size": _number(self.effective_sample_size),
             "dev_loss": _number(self.dev_loss),
             "update_every": self.update_every,
+            "trust": float(self.trust),
             "skipped": self.skipped,
         }
 

@@ -74,7 +74,8 @@ class DDS:
         optimizer_aware: pass the dev gradient through the optimizer's derivative (appendix A.1).
         update_every: measure rewards at every k-th step. Weights are computed at every step.
         replay: how many batches of rewards are kept, so that the scorer learns at every step; see replay.py. Where the
-            scorer reads the batch, as many batches are kept too. Rewards then count in units of their deviation.
+            scorer reads the batch, as many batches are kept too. Rewards then count in units of their deviation, and
+            scores as far as they have proved worth it: ``record.trust``.
         alignment: how the signal of that name is measured: ``"full"``, a forward pass, or ``"last_layer"``, next to
             nothing; see last_layer.py. Rewards are those of all layers in any case; a scorer that is told alignment in
             the last layer learns from them less what the batch has in common, if they are finite differences. None is
@@ -248,14 +249,14 @@ class DDS:
     def _learn(self, turn: Turn) -> StepRecord:
         """The dev gradient at theta_t, the rewards of the batch, and psi's step by them."""
         since, self._since = self._since, 0
-        weights = turn.weights()
+        weights, trust = turn.weights(), turn.joint.trust
         size = 1 / self.world.summed(weights.square().sum())
         if turn.derivative is None:
             if not self._warned:
                 warnings.warn(DID_NOT_STEP, stacklevel=3)
             self._warned, self._skipped = True, self._skipped + 1
             nothing = torch.full_like(weights, torch.nan)
-            return StepRecord(self.steps, nothing, weights, size, nothing.mean(), {}, False, self.update_every)
+            return StepRecord(self.steps, nothing, weights, size, nothing.mean(), {}, False, self.update_every, trust)
 
         dev_batch = self.dev.draw()
         with record_function("gradsieve.dev_gradient"), self.stream:
@@ -283,7 +284,7 @@ class DDS:
         learned = self.learner.learn(turn.scored, turn.joint, lessons, good, since)
         finite["psi gradient"] = learned | ~good
         self._skipped += ~learned
-        return StepRecord(self.steps, r, weights, size, dev_loss, finite, update_every=self.update_every)
+        return StepRecord(self.steps, r, weights, size, dev_loss, finite, True, self.update_every, trust)
 
     def _averaged(self, d_theta: dict[str, Tensor]) -> dict[str, Tensor]:
         """The dev gradient and those before it, if they count."""
