@@ -309,10 +309,17 @@ class TestMethods:
 
 
 class TestRuns:
-    @pytest.mark.parametrize("kind", ["paper", "conv+label"])
-    def test_resuming_in_channels_last(self, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Files do not keep the layout of tensors in memory; fused optimizers depend on it."""
-        settings = ("model.name=small-cnn", "model.channels_last=true", f"scorer.kind={kind}", "steps=12")
+    @pytest.mark.parametrize(
+        "settings",
+        [
+            ("model.name=small-cnn", "model.channels_last=true", "scorer.kind=paper"),
+            ("model.name=small-cnn", "model.channels_last=true", "scorer.kind=conv+label"),
+            ("dds.update_every=6", "dds.replay=4", "dds.alignment=last_layer"),
+        ],
+    )
+    def test_resuming(self, settings: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Files do not keep the layout of tensors in memory, which fused optimizers read; records may be untold."""
+        settings = (*settings, "steps=12")
         run(tmp_path / "whole", "dds", *settings)
         noted = Journal.after_step
 
@@ -327,6 +334,13 @@ class TestRuns:
         monkeypatch.setattr(Journal, "after_step", noted)
         run(tmp_path / "stopped", "dds", *settings, resume=True)
         assert digest(tmp_path / "stopped") == digest(tmp_path / "whole")
+
+    def test_the_log_has_the_newest_record_of_those_that_come_seldom(self, tmp_path: Path) -> None:
+        run(tmp_path / "run", "dds", "dds.update_every=4", "dds.replay=4", "steps=13")
+        lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+        told = {line["step"]: line for line in lines if "loss" in line}
+        assert list(told) == [5, 10, 13]
+        assert all(line["reward_std"] > 0 and 0 <= line["trust"] <= 1 for line in told.values())
 
     def test_dds_beats_plain_training_on_wrong_labels(self, tmp_path: Path) -> None:
         whole = ["steps=1000", "evaluate_every=500", "checkpoint_every=500"]

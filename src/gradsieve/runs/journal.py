@@ -68,6 +68,7 @@ class Journal:
         self.evaluated, self.evaluate_dev, self.better, self.device = evaluated, evaluate_dev, better, device
         self.latest = torch.full((num_examples,), torch.nan, dtype=torch.float16, device=device)  # 1 is uniform
         self.share, self.updates = torch.zeros((), device=device), 0
+        self.untold: StepRecord | GroupRecord | None = None  # the newest since the log's last line
         self.best: dict[str, Any] = {"step": 0, "dev": None}
         self.evaluate_more, self.on_checkpoint = evaluate_more, on_checkpoint
         self.events: Events | None = None
@@ -110,6 +111,7 @@ class Journal:
             self.latest[index] = (record.weights * len(record.weights)).half()
             self.share += record.effective_sample_size / len(record.weights)
             self.updates += 1
+        self.untold = self.untold if record is None else record
         self.progress.advance(step)
         recipe = self.recipe
         moments = (
@@ -120,10 +122,11 @@ class Journal:
         )
         log, scores, evaluate, checkpoint = (step % every == 0 or step == recipe.steps for every in moments)
         if log or isinstance(record, GroupRecord):  # which come seldom
+            newest, self.untold = self.untold, None
             line = {"step": step, "loss": team.summed(loss).item() / team.size}
-            self._log(line | (record.to_dict() if record is not None else {}) | dict(figures()))
-            if isinstance(record, StepRecord) and self.updates:
-                self.progress.weigh(record, self.latest)
+            self._log((newest.to_dict() if newest is not None else {}) | line | dict(figures()))
+            if isinstance(newest, StepRecord) and self.updates:
+                self.progress.weigh(newest, self.latest)
             self.progress.tell(step, loss=line["loss"])
         self.times.after_step(next_waits=(step + 1) % recipe.log_every == 0)
         if not (scores or evaluate or checkpoint):
@@ -191,6 +194,7 @@ class Journal:
         own = {"latest": self.latest, "share": self.share, "updates": self.updates, "best": self.best}
         state = {"parts": {name: part.state_dict() for name, part in self.parts.items()}, "seconds": self.seconds}
         state["times"] = self.times.state_dict()
+        state["untold"] = None if self.untold is None else vars(self.untold)
         self.run.save_checkpoint(step, own | state | {"random": random_state(self.device)})
         for file in self._best_file().parent.glob("step-*"):  # what an older checkpoint called the best
             if file != self._best_file() and self.run.team.first:
@@ -208,6 +212,7 @@ class Journal:
         self.latest.copy_(state["latest"])
         self.share.copy_(state["share"])
         self.updates, self.seconds = state["updates"], state["seconds"]
+        self.untold = StepRecord(**state["untold"]) if state.get("untold") else None
         if "times" in state:  # older checkpoints have none
             self.times.load_state_dict(state["times"])
         nothing, self.best = self.best, state["best"]
