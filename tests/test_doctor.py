@@ -20,8 +20,6 @@ from torch.optim import SGD, Adam, Optimizer, RMSprop
 from gradsieve import ConvScorer, GradsieveError, MLPScorer, SignalScorer, doctor, like
 from gradsieve.checkup import BROKEN, DOUBTFUL, FINE, Diagnosis
 from gradsieve.checkup.figures import correlation, cosine, rank_correlation, signal_to_noise
-from gradsieve.checkup.trial import Trial, check_weights
-from gradsieve.record import StepRecord
 
 SIZE, CLASSES = 3, 3
 
@@ -93,14 +91,6 @@ class TestHealthy:
         assert verdicts(found) == {}, str(found)
         name, value = next(iter(settings.items()))
         assert (f"{name}={value}" in found["cost"].seen) == (name in ("update_every", "overhead"))
-
-    @pytest.mark.parametrize(("trust", "expected"), [(1.0, DOUBTFUL), (0.0, FINE)])
-    def test_even_weights_of_scores_that_have_not_proved_their_worth_are_no_fault(
-        self, trust: float, expected: str
-    ) -> None:
-        even = torch.full((4,), 0.25)
-        record = StepRecord(1, torch.randn(4), even, torch.tensor(4.0), None, {}, trust=torch.tensor(trust))
-        assert check_weights(Trial([record], 1.0, 2.0, None)).verdict == expected
 
     def test_every_scorer(self) -> None:
         model, train, dev = case("cnn-train")

@@ -477,6 +477,30 @@ def test_a_scorer_that_learns_chance_by_heart_is_not_followed(monkeypatch: pytes
     assert unevenness[0] > 0.1
 
 
+def test_a_scorer_that_learns_nothing_counts_in_full() -> None:
+    weights = []
+    for replay in (0, 4):
+        torch.manual_seed(0)
+        scorer = MLPScorer(6, 3)
+        nn.init.normal_(scorer.body[-1].weight)  # type: ignore[index]
+        scorer.requires_grad_(False)
+        _, found = trained(4, scorer=scorer, replay=replay)
+        weights.append([record.weights for record in found["records"]])
+    torch.testing.assert_close(*weights)
+    assert weights[0][-1].std() > 0.001
+
+
+def test_equal_rewards_teach_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def equal(self: Agreement, forwards: Sequence[Any], *_: Any) -> tuple[list[Tensor], list[Tensor]]:
+        r = [torch.full((32,), 0.3) for _ in forwards]
+        return r, r
+
+    monkeypatch.setattr(Agreement, "rewards", equal)
+    dds, _ = trained(50, scorer=MLPScorer(6, 3), replay=4)
+    assert dds.learner.ring is not None
+    assert float(dds.learner.ring._evidence.abs().max()) < 1
+
+
 def test_a_scorer_that_reads_the_batch_has_it_kept() -> None:
     dds, _ = trained(20, scorer=MLPScorer(6, 3), update_every=2, replay=4)
     assert dds.learner.ring is not None

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,16 @@ class TestScores:
         by_label = images.labels.argsort(stable=True)
         scores = [score_set(trained, s, cross_entropy, lambda *_: None) for s in (images, images[by_label])]
         torch.testing.assert_close(scores[0][by_label], scores[1], rtol=1e-3, atol=1e-3)
+
+    def test_the_user_is_told_that_scores_have_not_proved_their_worth(self, mlp: Path, tmp_path: Path) -> None:
+        shutil.copytree(mlp, tmp_path / "run")
+        given = tmp_path / "run/final/input.json"
+        content = json.loads(given.read_text())
+        for trust, told in ((1.0, False), (0.25, True)):
+            given.write_text(json.dumps(content | {"trust": trust}))
+            lines = score_run(tmp_path / "run", tmp_path / f"{trust}.parquet", data=None, device=CPU)
+            assert any("counted by 25%" in line for line in lines) == told
+        assert content["trust"] == 1
 
     def test_wrong_labels_get_low_scores(self, signal: Path, tmp_path: Path) -> None:
         lines = score_run(signal, tmp_path / "s.parquet", data=None, keep=0.6, device=CPU)

@@ -150,8 +150,8 @@ class Learner:
 
     @property
     def trust(self) -> Tensor | float:
-        """How far psi's scores count: 1, but where lessons are replayed what replay.py makes of them."""
-        return 1.0 if self.ring is None else self.ring.trust
+        """How far psi's scores count: 1, or of a psi that learns from replayed lessons what replay.py makes of them."""
+        return self.ring.trust if self.ring is not None and self.psi else 1.0
 
     def learn(self, parts: Sequence[Scored], joint: Joint, r: Sequence[Tensor], good: Tensor, steps: int) -> Tensor:
         """Line 10: psi's step by fresh rewards of all parts, `steps` after the ones before. Whether all went well."""
@@ -160,7 +160,7 @@ class Learner:
         everyone = joint.gathered(r)  # (N,)
         self.outlook = torch.where(good, outlook(self.outlook, everyone, steps), self.outlook)
         if self.ring is not None:  # lessons are told in units of their deviation
-            unit = everyone.std(correction=0).clamp_min(1e-30)
+            unit = torch.maximum(everyone.std(correction=0), 1e-6 * everyone.mean().abs()).clamp_min(1e-30)
             everyone, r = everyone / unit, [its / unit for its in r]
         with record_function("gradsieve.scorer"):
             finite, weights, price = self._climb(joint, everyone, good)
@@ -198,6 +198,7 @@ class Learner:
         """
         assert self.optimizer is not None
         logits = joint.logits()
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         weights = example_weights(logits, self.uniform_mix)
         price = price_of_uneven_weights(self.caution, self.outlook, r)
         objective = psi_objective(logits, weights, r, self.psi_gradient, price)

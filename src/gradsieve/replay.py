@@ -53,8 +53,8 @@ def hindsight(weights: Tensor, rewards: Tensor, price: Tensor) -> Tensor:
     1/B been given, it would have brought about tau G and cost tau^2 P U. So G / P U is the largest share that would
     have been worth its price, the trust that these weights deserved. Of several batches it is the ratio of the sums.
     """
-    size = len(weights)
-    return torch.stack([((weights - 1 / size) * rewards).sum(), price * (size * weights.square().sum() - 1)])
+    gain = (weights * (rewards - rewards.mean())).sum()
+    return torch.stack([gain, price * (len(weights) * weights.square().sum() - 1)])
 
 
 class Ring:

@@ -73,7 +73,8 @@ class Case:
         loader, own = [self.dev_batch], {"seed": 0, **settings}
         with muted():  # an unknown optimizer is found by the check of it
             dds = DDS(model, scorer, loss_fn, optimizer, loader, **own)
-            often = {**own, "scorer_optimizer": dds.scorer_optimizer, "update_every": 1}  # rewards at every step
+            often = {**own, "scorer_optimizer": dds.scorer_optimizer}
+            often |= {"update_every": 1, "replay": 0}  # rewards at every step, weights that need not prove their worth
             if own.get("overhead") is not None:
                 often |= {"overhead": None, "alignment": "full" if dds.last_layer is None else "last_layer"}
             self.dds = DDS(model, dds.scorer, loss_fn, optimizer, loader, **often)

@@ -85,8 +85,6 @@ def check_weights(trial: Trial) -> Finding:
         f"after {STEPS} steps on one batch, weights from {float(relative.min()):.3g} to {float(relative.max()):.3g} "
         f"(1 is uniform), effective sample size {share:.0%} of the batch"
     )
-    if farthest < UNMOVED and float(last.trust) < 1:
-        return Finding(name, FINE, f"{seen}: scores count as far as they have proved worth it, and yet they have not.")
     if farthest < UNMOVED:
         advice = "Raise the scorer's learning rate, or look at what the scorer sees."
         nothing = last.rewards is not None and not bool(last.rewards.any())

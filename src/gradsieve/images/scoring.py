@@ -51,10 +51,13 @@ def save_scorer(
     direction: Direction | None,
     *,
     last_layer: bool,
+    trust: float,
 ) -> None:
     """``final/scorer.safetensors``, and what it takes to use it on other data: what the network saw; v, if wanted."""
     content = {"shape": shape, "mean": splits.mean, "deviation": splits.deviation, "num_classes": splits.num_classes}
-    save_json(run.path / "final/input.json", content | {"classes": splits.classes, "last_layer": last_layer})
+    save_json(
+        run.path / "final/input.json", content | {"classes": splits.classes, "last_layer": last_layer, "trust": trust}
+    )
     if direction is not None:
         run.save_tensors("final/direction", direction)
     run.save_tensors("final/scorer", scorer.state_dict())
@@ -91,6 +94,8 @@ class TrainedScorer:
         given = load_json(run / "final/input.json", ANEW)
         self.shape, self.num_classes = tuple(given["shape"]), int(given["num_classes"])
         self.classes = tuple(given["classes"])
+        self.trust = float(given.get("trust", 1.0))
+        """How far its scores counted at the end of the run."""
         self.mean, self.deviation = (torch.tensor(given[name], device=device) for name in ("mean", "deviation"))
         model = build_model(recipe.model.name, shape=self.shape, num_classes=self.num_classes)
         model.load_state_dict(_tensors(run / "final/model.safetensors"))
@@ -144,7 +149,7 @@ class TrainedScorer:
 
     @torch.no_grad()
     def scores(self, batch: Batch | None, told: dict[str, Tensor], like: Tensor) -> Tensor:
-        """As DDS bounds them, (B,): weights are their softmax. `like` has one number for each example."""
+        """As DDS bounds them, (B,): weights are the softmax of `trust` times them. `like` has a number for each."""
         with self.low():
             found = checked_scores(self.scorer(batch, **told), like)
         return bounded(found, self.recipe.dds.max_logit)

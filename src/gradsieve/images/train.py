@@ -142,6 +142,11 @@ class SetUp:
         """Whether alignment is measured there alone."""
         return isinstance(self.way, DDS) and self.way.last_layer is not None
 
+    @property
+    def trust(self) -> float:
+        """How far the scorer's scores count at the moment."""
+        return float(self.way.learner.trust) if isinstance(self.way, DDS) else 1.0
+
     def direction(self) -> dict[str, Tensor] | None:
         """The dev gradient at the final parameters, if the scorer of DDS asks for agreement with it."""
         if not isinstance(self.way, DDS) or "alignment" not in getattr(self.way.scorer, "signals", ()):
@@ -218,7 +223,9 @@ def _write_down(setup: SetUp, run: RunDirectory, times: Times, damaged: Tensor |
     with times.around("records"):
         save_examples(run, setup.splits, setup.examples, damaged, setup.look())
     if (scorer := getattr(setup.way, "scorer", None)) is not None:
-        save_scorer(run, scorer, setup.splits, setup.shape, setup.direction(), last_layer=setup.last_layer)
+        save_scorer(
+            run, scorer, setup.splits, setup.shape, setup.direction(), last_layer=setup.last_layer, trust=setup.trust
+        )
     if setup.splits.damaged is not None:
         run.save_tensors("damaged", {"damaged": setup.splits.damaged})
 

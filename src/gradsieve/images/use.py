@@ -13,6 +13,9 @@ from .scoring import OnRows, TrainedScorer, scores_by, told_of
 from .sets import set_to_score
 from .train import cross_entropy
 
+DOUBTFUL = 0.5
+"""Trust, below which the user is told."""
+
 
 def score_run(
     run: Path,
@@ -48,6 +51,11 @@ def score_run(
     parts.remove()
     low, high = scores.aminmax()
     lines = [f"{len(images):,} scores from {float(low):.3g} to {float(high):.3g} are in {out}"]
+    if trained.trust < DOUBTFUL:
+        lines.append(
+            f"Take care: at the end of its run these scores counted by {trained.trust:.0%}, because weights by them "
+            "had not proved worth it there (record.trust)."
+        )
     if keep is not None:
         kept, file = best(scores, keep), out.with_suffix(".keep.txt")
         write_kept(file, images, kept)

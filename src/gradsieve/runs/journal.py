@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from ..errors import GradsieveError
 from ..optimizers import load_optimizer
+from ..parameters import to_device
 from ..randomness import random_state, set_random_state
 from ..record import GroupRecord, StepRecord
 from .directory import RunDirectory, numbered
@@ -212,7 +213,7 @@ class Journal:
         self.latest.copy_(state["latest"])
         self.share.copy_(state["share"])
         self.updates, self.seconds = state["updates"], state["seconds"]
-        self.untold = StepRecord(**state["untold"]) if state.get("untold") else None
+        self.untold = StepRecord(**to_device(state["untold"], self.device)) if state.get("untold") else None
         if "times" in state:  # older checkpoints have none
             self.times.load_state_dict(state["times"])
         nothing, self.best = self.best, state["best"]
