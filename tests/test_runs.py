@@ -700,12 +700,16 @@ def test_what_a_kill_in_the_midst_of_writing_has_left_is_removed(call: Callable[
     arguments = ("train", "digits", "--method", "uniform", "--out", "run", "--set")
     assert call(*arguments, "steps=4").code == 0
     (tmp_path / "run/result.json").unlink()
-    left = [tmp_path / "run" / name for name in (".recipe.json.7", "scores/.step-000000002.safetensors.12345")]
+    left = [
+        tmp_path / "run" / name
+        for name in (".recipe.json.7", "scores/.step-000000002.safetensors.12345", "scores/.tmpbBowek")
+    ]
     for file in left:
         file.parent.mkdir(exist_ok=True)
         file.write_text("half")
     (tmp_path / "run/checkpoints/.step-000000002.99").mkdir()
     assert call(*arguments, "steps=4", "--resume").code == 0
+    assert not [file for file in left if file.exists()]
     assert not list((tmp_path / "run").rglob(".*.*"))
 
 

@@ -93,9 +93,12 @@ def written_whole(path: Path, advice: str = GO_ON) -> Iterator[Path]:
 
 
 def forget_unfinished(folder: Path) -> None:
-    """Removes what kills in the midst of `written_whole` have left in the folder and below it."""
+    """Removes what kills in the midst of `written_whole` have left in the folder and below it.
+
+    safetensors writes to a file of its own first, whose name is ``.tmp`` and six random characters.
+    """
     for place in list(folder.rglob(".*")):
-        if re.fullmatch(r"\..+\.\d+", place.name):
+        if re.fullmatch(r"\..+\.\d+|\.tmp\w{6}", place.name):
             _remove(place)
 
 
