@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-AGE = 0.9
+AGE = 0.97
 """How likely a lesson is drawn, beside the next younger one."""
 FORESIGHT_RATE = 0.2
-SHORTEST = 8
-"""Lessons that are in use at least, if they are kept: a single one would be learned by heart."""
+SHORTEST = 32
+"""Lessons that are in use at least, if they are kept: a few would be learned by heart."""
 TRUST_RATE = 0.005
 """How fast a training step fades from the evidence."""
 

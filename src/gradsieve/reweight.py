@@ -31,8 +31,8 @@ from .sampling import ScoreSampler
 from .scorer import CAUTION, MAX_LOGIT
 from .turn import Turn
 
-REPLAY = 32
-"""Batches of rewards that a budget keeps."""
+REPLAY, REPLAYED_BATCHES = 128, 32
+"""Batches of rewards that a budget keeps: of a scorer of signals, and of one that reads the batches, kept with them."""
 DID_NOT_STEP = (
     "optimizer.step() has not run since dds.loss(), so the scorer was not updated. That is right when a "
     "GradScaler skips a step; otherwise call dds.step() after optimizer.step()."
@@ -81,8 +81,8 @@ class DDS:
             the last layer learns from them less what the batch has in common, if they are finite differences. None is
             ``"full"``; with a budget it is ``"last_layer"`` where the model has such a layer.
         overhead: a budget, such as 0.10: how much longer than plain training a step may take. It chooses `update_every`
-            by the time that steps take, and a replay of 32. Since the clock decides, two runs are no longer the same;
-            ``record.update_every`` tells what was chosen.
+            by the time that steps take, and a replay of 128, or 32 where the scorer reads the batch. Since the clock
+            decides, two runs are no longer the same; ``record.update_every`` tells what was chosen.
         max_logit: scores are bounded to +-max_logit by tanh; None for no bound.
         uniform_mix: share of each weight that is simply 1/B.
         caution: the price of uneven weights, in units of what a plain step does for dev: it falls as that does. At 0
@@ -144,7 +144,8 @@ class DDS:
         self.stream = RandomStream(device, seed)
         self.budget = None if overhead is None else Budget(overhead, device, self.world)
         if self.budget is not None:
-            replay = replay or (0 if sampler else REPLAY)
+            reads_batch = scorer is not None and getattr(scorer, "reads_batch", True)
+            replay = replay or (0 if sampler else REPLAYED_BATCHES if reads_batch else REPLAY)
         self.learner = Learner(
             scorer,
             scorer_optimizer,
