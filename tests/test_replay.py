@@ -590,6 +590,16 @@ class TestBudget:
         dds, _ = trained(3, overhead=0.1, alignment="full")
         assert dds.last_layer is None
 
+    @pytest.mark.parametrize(
+        ("scorer", "asked", "kept"), [(None, 0, 128), (SignalScorer(), 0, 128), (MLPScorer(6), 0, 32), (None, 8, 8)]
+    )
+    def test_it_keeps_many_lessons_and_fewer_batches(self, scorer: nn.Module | None, asked: int, kept: int) -> None:
+        model = mlp(6, 3)
+        optimizer = SGD(model.parameters(), lr=0.1)
+        dds = DDS(model, scorer, cross_entropy, optimizer, [0], overhead=0.1, replay=asked)
+        assert dds.learner.ring is not None
+        assert dds.learner.ring.size == kept
+
     def test_a_layer_that_is_never_called_is_given_up(self) -> None:
         model = nn.Sequential(mlp(), nn.Identity())
         model[1].unused = nn.Linear(3, 3)

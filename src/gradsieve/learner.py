@@ -178,8 +178,7 @@ class Learner:
 
     def hear_again(self) -> None:
         """psi's step by one of the lessons that it has heard before, if they are kept."""
-        lesson = None if self.ring is None or self.optimizer is None else self.ring.draw()
-        if lesson is None:
+        if self.ring is None or self.optimizer is None or (lesson := self.ring.draw()) is None:
             return
         world = ALONE if self.knows_all else self.world  # the same lesson everywhere: nothing is to be sent
         with record_function("gradsieve.replay"):

@@ -1,11 +1,12 @@
 """Lessons that psi hears again: rewards are measured now and then, and learned from at every step.
 
 A lesson is what the scorer was told and the rewards that followed, in units of their deviation. Old rewards are those
-of an old model, and what is heard again and again may be learned by heart. So whenever rewards are measured, they are
-compared with the weights that psi, taught by the ring, gave before it knew them:
+of an old model, and what is heard again and again may be learned by heart. So many lessons are kept, and late ones
+come more often. Whenever rewards are measured, they are compared with the weights that psi, taught by the ring, gave
+before it knew them:
 
-- late lessons come more often, and the ring is as long as its lessons keep their promise: weights that foretell the
-  rewards let it grow by one lesson, weights that foretell the contrary halve it;
+- the ring is as long as its lessons keep their promise: weights that foretell the rewards let it grow by one lesson,
+  weights that foretell the contrary halve it;
 - psi is trusted as far as its weights have proved worth their price: see `hindsight`.
 """
 
