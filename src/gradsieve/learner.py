@@ -36,6 +36,11 @@ SIGNALS = ("loss", "alignment")
 PRECISIONS = ("float32", "bfloat16")
 
 
+def reads_batch(scorer: nn.Module | None) -> bool:
+    """Whether it is more than signals that a scorer is told; None stands for `SignalScorer`."""
+    return scorer is not None and getattr(scorer, "reads_batch", True)
+
+
 class Scored(NamedTuple):
     """A part of a batch as psi sees it."""
 
@@ -96,7 +101,7 @@ class Learner:
 
     @property
     def reads_batch(self) -> bool:
-        return getattr(self.scorer, "reads_batch", True)
+        return reads_batch(self.scorer)
 
     @property
     def psi(self) -> list[Tensor]:

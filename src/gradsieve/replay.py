@@ -58,6 +58,12 @@ def hindsight(weights: Tensor, rewards: Tensor, price: Tensor) -> Tensor:
     return torch.stack([gain, price * (len(weights) * weights.square().sum() - 1)])
 
 
+def deserved(evidence: Tensor) -> Tensor:
+    """The trust that sums of `hindsight` speak for, from 0 to 1."""
+    gain, cost = evidence
+    return (gain / cost.clamp_min(1e-30)).clamp(0, 1)
+
+
 class Ring:
     """The latest lessons, `size` of them at most, and how far a psi that learns from them is to be trusted."""
 
@@ -87,8 +93,7 @@ class Ring:
     def judge(self, hindsight: Tensor, steps: int) -> None:
         """psi by the weights that it gave before it knew the rewards, `steps` after the judgement before."""
         self._evidence = self._evidence.lerp(hindsight.to(self._evidence), 1 - (1 - TRUST_RATE) ** steps)
-        gain, cost = self._evidence
-        self.trust = (gain / cost.clamp_min(1e-30)).clamp(0, 1)
+        self.trust = deserved(self._evidence)
 
     @property
     def bytes(self) -> int:
@@ -109,7 +114,6 @@ class Ring:
         return {
             "length": self.length,
             "evidence": self._evidence,
-            "trust": self.trust,
             "foresight": self._foresight,
             "arrived": self._arrived,
             "random": self.generator.get_state(),
@@ -121,7 +125,8 @@ class Ring:
             return pytree.tree_map_only(Tensor, lambda t: t.to(device), tree)
 
         self.length, self._foresight = state["length"], move(state["foresight"])
-        self._evidence, self.trust = move(state["evidence"]), move(state["trust"])
+        self._evidence = move(state["evidence"])
+        self.trust = deserved(self._evidence)
         self._arrived = state["arrived"]
         self.generator.set_state(state["random"].cpu())
         self._lessons = [Lesson(*move(parts)) for parts in map(tuple, state["lessons"])]

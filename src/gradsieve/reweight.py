@@ -20,7 +20,7 @@ from .dev import DEV_MODES, DevBatches, dev_gradient
 from .errors import GradsieveError, check
 from .forward import training_forward
 from .last_layer import LastLayer
-from .learner import Learner
+from .learner import Learner, reads_batch
 from .optimizers import after_each_step, is_known, no_derivative, optimizer_derivative
 from .parallel import World, shard_of, sharded_like, unwrapped
 from .parameters import LossFn, device_of, norm, snapshot, trainable
@@ -144,8 +144,7 @@ class DDS:
         self.stream = RandomStream(device, seed)
         self.budget = None if overhead is None else Budget(overhead, device, self.world)
         if self.budget is not None:
-            reads_batch = scorer is not None and getattr(scorer, "reads_batch", True)
-            replay = replay or (0 if sampler else REPLAYED_BATCHES if reads_batch else REPLAY)
+            replay = replay or (0 if sampler else REPLAYED_BATCHES if reads_batch(scorer) else REPLAY)
         self.learner = Learner(
             scorer,
             scorer_optimizer,
