@@ -19,26 +19,43 @@ from gradsieve import DDS, SignalScorer
 from gradsieve.baselines import BatchWeight
 from gradsieve.bench import contenders, run
 from gradsieve.bench.subjects import SUBJECTS, loss_fn, subject_of
-from gradsieve.bench.timing import Step, breakdown, interleaved, peak_memory, ratio
+from gradsieve.bench.timing import Step, breakdown, interleaved, peak_memory, ratio, timed
 from gradsieve.bench.translating import translation_steps
 from gradsieve.reward import alignment
 
 CPU = torch.device("cpu")
 
 
-def test_all_take_turns_in_every_round() -> None:
+def test_all_take_turns_between_turns_of_the_base() -> None:
     order: list[str] = []
     steps = {name: Step(lambda name=name: order.append(name)) for name in "abc"}  # type: ignore[misc]
-    found = interleaved(steps, CPU, rounds=2, block=0.0, warm_up=1)
-    assert "".join(order) == "aabbcc" + "abc" + "cba"
-    assert {len(times) for times in found.values()} == {2}
+    found = interleaved(steps, "a", CPU, rounds=2, block=0.0, warm_up=1)
+    assert "".join(order) == "aaabbbccc" + "abaca" + "acaba"
+    assert {name: len(pairs) for name, pairs in found.items()} == {"a": 6, "b": 2, "c": 2}
+    (_, first), (before, _), (after, _) = found["b"][0], *found["a"][:2]
+    assert first == (before + after) / 2
 
 
-def test_a_turn_takes_whole_cycles() -> None:
+def test_a_turn_takes_whole_cycles_however_long_they_are() -> None:
     order: list[str] = []
-    steps = {"a": Step(lambda: order.append("a"), lambda: 3), "b": Step(lambda: order.append("b"))}
-    interleaved(steps, CPU, rounds=2, block=0.0, warm_up=0)
-    assert "".join(order) == "ab" + "aaab" + "baaa"
+    lengths = iter([1, 2, 3, 4])
+    left = 0
+
+    def step() -> None:
+        nonlocal left
+        left = (left or next(lengths)) - 1
+        order.append("b")
+
+    steps = {"a": Step(lambda: order.append("a")), "b": Step(step, lambda: left == 0)}
+    interleaved(steps, "a", CPU, rounds=2, block=0.0, warm_up=0)
+    assert "".join(order) == "aa" + "bbb" + "abbba" + "abbbba"
+
+
+def test_a_method_with_a_budget_is_timed_from_one_measurement_to_the_next() -> None:
+    step = contenders.dds_same_scorer(SUBJECTS["mlp"], CPU)
+    timed(step, 1, CPU)
+    assert timed(step, 2, CPU)[1] == 2 * 16
+    assert timed(contenders.uniform(SUBJECTS["mlp"], CPU), 2, CPU)[1] == 2
 
 
 def test_a_turn_is_as_long_as_its_block() -> None:
@@ -52,12 +69,12 @@ def test_a_turn_is_as_long_as_its_block() -> None:
         counts["fast"] += 1
         time.sleep(0.002)
 
-    interleaved({"slow": Step(slow), "fast": Step(fast)}, CPU, rounds=1, block=0.05, warm_up=1)
+    interleaved({"slow": Step(slow), "fast": Step(fast)}, "slow", CPU, rounds=1, block=0.05, warm_up=1)
     assert counts["slow"] < counts["fast"]
 
 
-def test_the_ratio_is_the_median_of_ratios_within_rounds() -> None:
-    assert ratio([2.0, 30.0, 4.0], [1.0, 10.0, 1.0]) == 3.0
+def test_the_ratio_is_the_median_of_ratios_of_neighbours() -> None:
+    assert ratio([(2.0, 1.0), (30.0, 10.0), (4.0, 1.0)]) == 3.0
 
 
 def test_peak_memory_counts_what_lives_at_once() -> None:

@@ -35,17 +35,17 @@ def _training(subject: Subject, device: torch.device, method: Callable[..., Any]
     optimizer = subject.optimizer(model.parameters())
     batches = [subject.batch(subject.batch_size, device) for _ in range(BATCHES)]
     dev = [subject.batch(subject.dev_batch_size, device) for _ in range(BATCHES)]
-    way, number = method(model, optimizer, dev), 0
+    way, number, measured = method(model, optimizer, dev), 0, True
 
     def step() -> None:
-        nonlocal number
+        nonlocal number, measured
         number += 1
         optimizer.zero_grad()
         way.loss(batches[number % BATCHES]).backward()
         optimizer.step()
-        way.step()
+        measured = way.step() is not None
 
-    return Step(step, lambda: getattr(way, "update_every", 1))
+    return Step(step, lambda: measured or not isinstance(way, DDS))
 
 
 def uniform(subject: Subject, device: torch.device) -> Step:

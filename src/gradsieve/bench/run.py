@@ -34,7 +34,7 @@ class Row:
     processes: int
     method: str
     time_ratio: float
-    """To a plain training step, median over rounds."""
+    """To a plain training step beside it, median over rounds."""
     memory_ratio: float
     """Most bytes in tensors at once, to plain training's."""
     milliseconds: float
@@ -117,15 +117,15 @@ def _rows(
             steps.pop(name, None)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = interleaved(steps, device, rounds=rounds, block=block, warm_up=2)
+        found = interleaved(steps, BASE, device, rounds=rounds, block=block, warm_up=2)
     return [
         Row(
             *case,
             Team().size,
             name,
-            ratio(times, found[BASE]),
+            ratio(times),
             memory[name] / memory[BASE],
-            1000 * median(times),
+            1000 * median(own for own, _ in times),
             breakdown(steps[name], device),
         )
         for name, times in found.items()

@@ -24,8 +24,9 @@ class Step:
     """What is timed."""
 
     take: Callable[[], Any]
-    period: Callable[[], int] = lambda: 1
-    """How many steps make a whole cycle: a method that does more at every k-th step is timed over multiples of k."""
+    ends: Callable[[], bool] = lambda: True
+    """Whether the latest step was the last of a cycle. A method that does more at some steps than at others is timed
+    from one such step to another, however often it chooses to do so."""
 
     def __call__(self) -> Any:
         return self.take()
@@ -36,41 +37,54 @@ def wait(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def seconds(step: Step, times: int, device: torch.device) -> float:
-    """Of one step, mean over `times` of them."""
+def timed(step: Step, cycles: int, device: torch.device) -> tuple[float, int]:
+    """Seconds of so many whole cycles, and how many steps they took."""
     wait(device)
-    start = time.perf_counter()
-    for _ in range(times):
+    start, steps = time.perf_counter(), 0
+    while cycles:
         step()
+        steps += 1
+        cycles -= step.ends()
     wait(device)
-    return (time.perf_counter() - start) / times
+    return time.perf_counter() - start, steps
 
 
 def interleaved(
-    steps: Mapping[str, Step], device: torch.device, *, rounds: int, block: float, warm_up: int
-) -> dict[str, list[float]]:
-    """Seconds a step of each, round by round: within a round all take turns, so that all suffer the same neighbours.
+    steps: Mapping[str, Step], base: str, device: torch.device, *, rounds: int, block: float, warm_up: int
+) -> dict[str, list[tuple[float, float]]]:
+    """Seconds a step of each, and of `base` beside it: the mean of its turns before and after.
 
-    In each turn as many steps are taken as fit in `block` seconds, in whole cycles and one of them at least. Several
-    processes take as many steps as the first one can.
+    In a round all take turns, each between two turns of `base`, so that both suffer the same neighbours. A turn is as
+    many cycles as fit in `block` seconds, and one at least. Several processes take as many as the first one can.
     """
-    times, team = {}, Team()
+    cycles, team = {}, Team()
     for name, step in steps.items():
         for _ in range(warm_up):
             step()
-        cycle, one = step.period(), max(1e-9, seconds(step, 1, device))
-        times[name] = team.told(cycle * max(1, math.floor(block / one / cycle)))
-    found: dict[str, list[float]] = {name: [] for name in steps}
+        timed(step, 1, device)  # to the end of a cycle
+        one, _ = timed(step, 1, device)
+        cycles[name] = team.told(max(1, math.floor(block / max(one, 1e-9))))
+
+    def turn(name: str) -> float:
+        seconds, count = timed(steps[name], cycles[name], device)
+        return seconds / count
+
+    others = [name for name in steps if name != base]
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
     for number in range(rounds):
-        order = list(steps) if number % 2 == 0 else list(steps)[::-1]
-        for name in order:
-            found[name].append(seconds(steps[name], times[name], device))
+        before = turn(base)
+        found[base].append((before, before))
+        for name in others if number % 2 == 0 else others[::-1]:
+            own, after = turn(name), turn(base)
+            found[name].append((own, (before + after) / 2))
+            found[base].append((after, after))
+            before = after
     return found
 
 
-def ratio(own: list[float], base: list[float]) -> float:
-    """Median over rounds of the ratio within a round."""
-    return median(a / b for a, b in zip(own, base, strict=True))
+def ratio(found: list[tuple[float, float]]) -> float:
+    """Median of the ratios of neighbours."""
+    return median(own / beside for own, beside in found)
 
 
 def peak_memory(make: Callable[[], Step], device: torch.device, steps: int = 3) -> int:
@@ -104,14 +118,13 @@ def _memory_events(found: profile) -> list[tuple[int, int]]:
 
 
 def breakdown(step: Step, device: torch.device, steps: int = 5) -> dict[str, float]:
-    """Share of the time of a step by part: the library's own labels, and the rest as ``training``."""
+    """Share of the time by part, in whole cycles of so many steps: the library's own labels, the rest ``training``."""
     kinds = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
     with profile(activities=kinds, acc_events=True) as found:
-        start = time.perf_counter()
-        for _ in range(steps):
-            step()
-        wait(device)
-        total = time.perf_counter() - start
+        total = 0.0
+        while steps > 0:
+            seconds, taken = timed(step, 1, device)
+            total, steps = total + seconds, steps - taken
     parts = {
         event.key.removeprefix(PARTS): event.cpu_time_total / 1e6 / total
         for event in found.key_averages()

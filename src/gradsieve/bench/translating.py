@@ -66,9 +66,10 @@ def translation_steps(device: torch.device, hidden: int = 256) -> dict[str, Call
         stream = Stream(
             corpus, way, words=recipe.batch_words, batching="language", pool=recipe.pool, seed=0, device=device
         )
-        batches = iter(stream)
+        batches, learned = iter(stream), True
 
         def step() -> None:
+            nonlocal learned
             optimizer.zero_grad()
             for part in next(batches):
                 gradients = torch.autograd.grad(way.loss(part.batch), parameters)
@@ -77,9 +78,8 @@ def translation_steps(device: torch.device, hidden: int = 256) -> dict[str, Call
                 accumulate(parameters, gradients, part)
             nn.utils.clip_grad_norm_(parameters, recipe.optimizer.clip)
             optimizer.step()
-            way.step()
+            learned = way.step() is not None
 
-        steps_between = round(recipe.dds.items_between / (recipe.batch_words / LONGEST))  # pieces of both sides: 2 x 12
-        return Step(step, lambda: steps_between if way.observes else 1)
+        return Step(step, lambda: learned or not way.observes)
 
     return {method: partial(make, method) for method in METHODS}
