@@ -59,7 +59,8 @@ def gradient(model: nn.Module, batch: Batch) -> Direction:
 def without(x: Tensor, loss: Tensor) -> Tensor:
     """What a line through loss leaves of x."""
     x, loss = x - x.mean(), loss - loss.mean()
-    return x - loss * (x @ loss) / (loss @ loss).clamp_min(1e-30)
+    rest = x - loss * (x @ loss) / (loss @ loss).clamp_min(1e-30)
+    return torch.where(rest.norm() < 1e-3 * x.norm(), 0.0, rest)  # loss itself leaves rounding errors
 
 
 def main() -> None:

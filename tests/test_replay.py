@@ -567,10 +567,10 @@ class TestBudget:
             step(number % 2 == 0)
         assert budget.every == LONGEST
         step(False)
-        assert budget.every == steps_between(MARGIN * 0.1, 1.0, 0.02, 0.49) == 9
+        assert budget.every == steps_between(MARGIN * 0.1, 0.99, 0.02, 0.49) == 12
         again = Budget(0.1, CPU)
         again.load_state_dict(budget.state_dict())
-        assert again.every == 9
+        assert again.every == 12
 
     def test_a_budget_in_a_loop(self) -> None:
         dds, found = trained(LONGEST * FIRST + 60, overhead=2.0)

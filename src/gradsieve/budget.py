@@ -15,8 +15,9 @@ LONGEST = 16
 choice: lessons of the very first steps, when the model knows nothing yet, do harm if they are many."""
 OUT_OF_REACH = 4
 """k where no k can keep the budget, because DDS costs more on a step that measures nothing: a very small model."""
-MARGIN = 0.8
-"""Share of the budget that is planned with: the memory that DDS touches also slows the user's own part of a step."""
+MARGIN = 0.65
+"""Share of the budget that is planned with. A budget is a limit: the memory that DDS touches also slows the user's own
+part of a step, and clocks err."""
 WINDOW = 32
 """Steps of each kind whose times count."""
 FIRST = 4

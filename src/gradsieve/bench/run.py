@@ -118,6 +118,7 @@ def _rows(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = interleaved(steps, BASE, device, rounds=rounds, block=block, warm_up=2)
+        parts = {name: breakdown(step, device) for name, step in steps.items()}
     return [
         Row(
             *case,
@@ -126,7 +127,7 @@ def _rows(
             ratio(times),
             memory[name] / memory[BASE],
             1000 * median(own for own, _ in times),
-            breakdown(steps[name], device),
+            parts[name],
         )
         for name, times in found.items()
     ]
