@@ -118,7 +118,7 @@ def _memory_events(found: profile) -> list[tuple[int, int]]:
 
 
 def breakdown(step: Step, device: torch.device, steps: int = 5) -> dict[str, float]:
-    """Share of the time by part, in whole cycles of so many steps: the library's own labels, the rest ``training``."""
+    """Share of the time by part, over whole cycles, `steps` or more: the library's labels, the rest ``training``."""
     kinds = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
     with profile(activities=kinds, acc_events=True) as found:
         total = 0.0
