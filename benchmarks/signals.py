@@ -21,6 +21,7 @@ from sklearn.metrics import roc_auc_score
 from torch import Tensor, nn
 
 from gradsieve import DDS, alignment
+from gradsieve.checkup.figures import correlation
 from gradsieve.dev import dev_gradient
 from gradsieve.images.load import load_splits
 from gradsieve.images.recipe import ImageRecipe
@@ -28,7 +29,6 @@ from gradsieve.images.stream import Batch, Shuffled, Stream
 from gradsieve.images.train import SetUp, cross_entropy
 from gradsieve.last_layer import LastLayer
 from gradsieve.parameters import Direction, trainable, untouched
-from gradsieve.replay import foresight as correlation
 from gradsieve.tasks import recipe_for
 
 EVERY, TRUTH = 4, 256
@@ -78,7 +78,8 @@ def main() -> None:
     assert isinstance(setup.way, DDS)
     unseen = iter(Stream(Shuffled(splits.test, TRUTH, given.seed), setup.prepare.evaluation, torch.device("cpu")))
     layer, batches = LastLayer(model), iter(setup.stream)
-    latest: dict[str, Tensor] = defaultdict(lambda: torch.full((len(setup.examples),), torch.nan))
+    nothing = torch.full((len(setup.examples),), torch.nan)
+    visited, latest = nothing.clone(), defaultdict[str, Tensor](nothing.clone)
     told: dict[str, list[tuple[float, float]]] = defaultdict(list)
     before: deque[Direction] = deque(maxlen=max(AGES))  # youngest last
     for step in range(1, recipe.steps + 1):
@@ -86,7 +87,7 @@ def main() -> None:
         losses = cross_entropy(model, batch)
         if step % EVERY == 0 and step > max(AGES):
             index, loss, truth = batch[2], losses.detach(), along(model, batch, gradient(model, next(unseen)))
-            signals = {"loss": -loss, "loss at the last visit": -latest["loss now"][index]}
+            signals = {"loss": -loss, "loss at the last visit": -visited[index]}
             for age in AGES:
                 found = agreement(model, layer, batch, before[-age])
                 signals |= {f"{name}, {age} steps old": value for name, value in found.items()}
@@ -94,10 +95,9 @@ def main() -> None:
                 known = ~value.isnan()
                 if known.sum() > len(known) / 2:
                     rest = without(value[known], loss[known]), without(truth[known], loss[known])
-                    pair = correlation(value[known], truth[known]), correlation(*rest)
-                    told[name].append((float(pair[0]), float(pair[1])))
+                    told[name].append((correlation(value[known], truth[known]), correlation(*rest)))
                 latest[name][index] = value.float()
-        latest["loss now"][batch[2]] = losses.detach().float()
+        visited[batch[2]] = losses.detach().float()
         setup.optimizer.zero_grad()
         losses.mean().backward()
         setup.optimizer.step()

@@ -51,7 +51,7 @@ def test_a_turn_takes_whole_cycles_however_long_they_are() -> None:
     assert "".join(order) == "aa" + "bbb" + "abbba" + "abbbba"
 
 
-def test_a_method_with_a_budget_is_timed_from_one_measurement_to_the_next() -> None:
+def test_a_method_that_measures_now_and_then_is_timed_from_one_measurement_to_the_next() -> None:
     step = contenders.dds_same_scorer(SUBJECTS["mlp"], CPU)
     timed(step, 1, CPU)
     assert timed(step, 2, CPU)[1] == 2 * 16
