@@ -170,6 +170,12 @@ def test_uneven_weights_cost_as_much_as_plain_training_brings(mean: float, expec
     assert float(price_of_uneven_weights(0.0, seen, rewards)) == 0
 
 
+@pytest.mark.parametrize(("steps", "rate"), [(1, 0.01), (4, 1 - 0.99**4), (16, 1 / 16), (10_000, 1 / 16)])
+def test_the_outlook_follows_time_but_no_single_measurement(steps: int, rate: float) -> None:
+    rewards = torch.tensor([1.0, 3.0])  # mean 2, deviation 1: 1 after clipping
+    assert float(outlook(torch.tensor(0.0), rewards, steps)) == pytest.approx(rate)
+
+
 def test_equal_rewards_leave_the_outlook_finite() -> None:
     assert 0 < float(outlook(torch.tensor(0.1), torch.ones(4))) < 1
     assert float(outlook(torch.tensor(0.1), torch.zeros(1))) == pytest.approx(0.099)

@@ -22,7 +22,8 @@ CAUTION, LESS_COMMON_CAUTION = 8.0, 2.0
 """The default price of uneven weights: of rewards as they are, and less what a batch has in common, which need
 less of it; RESULTS.md, section "Caution", says how they were chosen."""
 
-OUTLOOK_START, OUTLOOK_RATE = 0.1, 0.01
+OUTLOOK_START, OUTLOOK_RATE, OUTLOOK_MEAN = 0.1, 0.01, 16
+"""Where it begins, how fast a training step fades from it, and how many measurements it is a mean of at least."""
 OUTLOOK_BEND = 0.03
 """How gently the price fades where the outlook is near 0."""
 
@@ -48,10 +49,12 @@ def effective_sample_size(weights: Tensor) -> Tensor:
 def outlook(before: Tensor, rewards: Tensor, steps: int = 1) -> Tensor:
     """A running mean of ``mean_i r_i / sigma_r``: what a plain step still does for dev, beside how examples differ.
 
-    `steps` is how many training steps went by since the rewards before these.
+    `steps` is how many training steps went by since the rewards before these. Rare ones count no more for it than the
+    16th part: one dev batch tells little, and the price follows what is told here.
     """
     now = rewards.mean() / rewards.std(correction=0).clamp_min(1e-30)
-    return before.lerp(now.clamp(-1, 1).to(before), 1 - (1 - OUTLOOK_RATE) ** steps)
+    rate = min(1 - (1 - OUTLOOK_RATE) ** steps, 1 / OUTLOOK_MEAN)
+    return before.lerp(now.clamp(-1, 1).to(before), rate)
 
 
 def price_of_uneven_weights(caution: float, outlook: Tensor, rewards: Tensor) -> Tensor:
