@@ -668,6 +668,23 @@ def test_compare_from_the_command_line(call: Callable[..., Ended], tmp_path: Pat
     again = call(*arguments, "--frontier", "frontier.png")
     assert again.out.splitlines()[-12:] == first.out.splitlines()[-12:]
     assert (tmp_path / "frontier.png").read_bytes().startswith(b"\x89PNG")
+    later = (
+        "compare",
+        "digits-noisy",
+        "--methods",
+        "dds",
+        "--seeds",
+        "1",
+        "--first-seed",
+        "1",
+        "--out",
+        "c",
+        *settings,
+    )
+    assert call(*later).code == 0
+    (row,) = json.loads((tmp_path / "c/comparison.json").read_text())["rows"]
+    alone = json.loads((tmp_path / "c/dds/seed-1/result.json").read_text())
+    assert (row["seeds"], row["last"]) == (1, alone["test"]["accuracy"])
     assert (tmp_path / "c/dds/seed-1/result.json").stat().st_mtime_ns == before
 
 

@@ -143,6 +143,9 @@ def compare(
         str, typer.Option(help="Separated by commas; each may change keys of the recipe: dds:scorer.kind=paper")
     ] = "uniform,dds",
     seeds: Annotated[int, typer.Option(min=1, help="How often each method is trained.")] = 3,
+    first_seed: Annotated[
+        int, typer.Option(min=0, max=2**62, help="Seeds count from here: fresh ones, that nothing was chosen by.")
+    ] = 0,
     data: Data = None,
     overrides: Overrides = None,
     scores: Scores = None,
@@ -174,6 +177,7 @@ def compare(
             device=place,
             jobs=jobs,
             console=Console(),
+            first_seed=first_seed,
             tensorboard=tensorboard,
             frontier=frontier,
         )

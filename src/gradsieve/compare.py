@@ -61,6 +61,7 @@ def compare(
     device: torch.device,
     jobs: int,
     console: Console,
+    first_seed: int = 0,
     quiet: bool = False,
     tensorboard: bool = False,
     frontier: Path | None = None,
@@ -77,7 +78,8 @@ def compare(
     if not team.first:
         console, quiet, tensorboard = Console(quiet=True), True, False
     recipes = _checked(recipe, variants, overrides, data, device)
-    todo = [Cell(variant, seed, recipes[variant]) for seed in range(seeds) for variant in variants]
+    numbers = range(first_seed, first_seed + seeds)
+    todo = [Cell(variant, seed, recipes[variant]) for seed in numbers for variant in variants]
     run = partial(_run, data, out, device)
     if jobs == 1:
         with Progress(console, quiet=quiet, tensorboard=tensorboard) as progress:
