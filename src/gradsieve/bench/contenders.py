@@ -26,8 +26,6 @@ from .timing import Step
 
 BATCHES = 4
 """Different ones, in turn."""
-SAME_SCORER_EVERY = 3
-"""How often a scorer of the model's architecture learns: it keeps its accuracy (RESULTS.md)."""
 
 
 def _training(subject: Subject, device: torch.device, method: Callable[..., Any]) -> Step:
@@ -75,7 +73,7 @@ def dds_same_scorer(subject: Subject, device: torch.device) -> Step:
         subject,
         device,
         lambda model, optimizer, dev: DDS(
-            model, like(unwrapped(model), shrink=shrink), loss_fn, optimizer, dev, update_every=SAME_SCORER_EVERY
+            model, like(unwrapped(model), shrink=shrink), loss_fn, optimizer, dev, update_every=3
         ),
     )
 
