@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from zoo import KINDS, cross_entropy, make, mlp
 
 from gradsieve import DDS, GradsieveError, MLPScorer, SignalScorer, alignment, learner
 from gradsieve import budget as budget_module
-from gradsieve.agreement import Agreement
+from gradsieve.agreement import FRESH, Agreement
 from gradsieve.budget import FIRST, LONGEST, MARGIN, OUT_OF_REACH, Budget, steps_between
 from gradsieve.last_layer import LastLayer, last_linear
 from gradsieve.parameters import Direction, lent, untouched
@@ -259,6 +260,7 @@ class TestLessCommon:
 
         optimizer = SGD(model.parameters(), lr=0.1)
         dds = DDS(model, None, loss_fn, optimizer, dev, overhead=0.1)
+        plan(dds, 1)
         with pytest.warns(UserWarning, match="on which their losses depend"):
             dds.loss(batches[0])
         assert dds.last_layer is None
@@ -447,6 +449,12 @@ def trained(steps: int, **options: Any) -> tuple[DDS, dict[str, Any]]:
     return dds, {"right": weights[~wrong].mean(), "wrong": weights[wrong].mean(), "records": records}
 
 
+def plan(dds: DDS, every: int) -> None:
+    """As if the budget had chosen it."""
+    assert dds.budget is not None
+    dds.budget.every = dds.budget._choice = every
+
+
 @pytest.mark.parametrize("how", ["full", "last_layer"])
 def test_rewards_at_every_eighth_step_teach_when_they_are_replayed(how: str) -> None:
     dds, found = trained(400, update_every=8, replay=32, alignment=how, caution=1.0)
@@ -586,9 +594,67 @@ class TestBudget:
         dds = DDS(model, None, cross_entropy, SGD(model.parameters(), lr=0.1), [0], overhead=0.1)
         assert dds.last_layer is None
 
+    def test_such_a_model_costs_no_further_pass_until_rewards_are_measured(self) -> None:
+        passes = 0
+
+        def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+            nonlocal passes
+            passes += 1
+            return cross_entropy(model, batch)
+
+        model = nn.Sequential(nn.Conv2d(1, 3, 3), nn.Flatten(1), nn.AvgPool1d(9))
+        batch, optimizer = (torch.randn(8, 1, 5, 5), torch.randint(3, (8,))), SGD(model.parameters(), lr=0.1)
+        dds = DDS(model, None, loss_fn, optimizer, [batch], overhead=0.1)
+        plan(dds, 2)
+        for expected in (1, 3, 1, 3):  # training, then dev and rewards too
+            passes = 0
+            dds.loss(batch).backward()
+            optimizer.step()
+            dds.step()
+            assert passes == expected
+
+    @pytest.mark.parametrize(
+        ("every", "options", "told"),
+        [
+            (FRESH, {}, True),
+            (FRESH + 1, {}, False),
+            (FRESH + 1, {"alignment": "last_layer"}, True),
+            (FRESH + 1, {"alignment": "full"}, True),
+        ],
+    )
+    def test_alignment_is_told_while_it_is_fresh(
+        self, every: int, options: dict[str, Any], told: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Or if the user asks for it. What psi learns from stays rewards less what the batch has in common."""
+        heard = list[Tensor]()
+
+        class Spy(SignalScorer):
+            def forward(self, batch: Any, *, loss: Tensor, alignment: Tensor) -> Tensor:
+                heard.append(alignment)
+                return super().forward(batch, loss=loss, alignment=alignment)
+
+        model, batches, dev, _ = problem()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        dds = DDS(model, Spy(), cross_entropy, optimizer, dev, overhead=0.1, **options)
+        lessons = lessons_of(dds, monkeypatch)
+        plan(dds, every)
+        assert dds.tells_alignment == told
+        for step, batch in enumerate(batches):
+            heard.clear()
+            optimizer.zero_grad()
+            dds.loss(batch).backward()
+            assert bool(heard[0].any()) == (told and step >= every)
+            assert dds.last_layer is None or dds.last_layer._latest is None  # it would keep the graph
+            optimizer.step()
+            record = dds.step()
+        assert len(lessons) == len(batches) // every
+        assert record is not None
+        assert torch.equal(lessons[-1], record.rewards) == (dds.last_layer is None)
+
     def test_what_the_user_asks_for_is_not_overruled(self) -> None:
         dds, _ = trained(3, overhead=0.1, alignment="full")
         assert dds.last_layer is None
+        assert dds.tells_alignment
 
     @pytest.mark.parametrize(
         ("scorer", "asked", "kept"), [(None, 0, 128), (SignalScorer(), 0, 128), (MLPScorer(6), 0, 32), (None, 8, 8)]
@@ -605,12 +671,18 @@ class TestBudget:
         model[1].unused = nn.Linear(3, 3)
         optimizer, batch = SGD(model.parameters(), lr=0.1), (torch.randn(8, 6), torch.randint(3, (8,)))
         dds = DDS(model, None, cross_entropy, optimizer, [batch], overhead=0.1)
-        with pytest.warns(UserWarning, match="measures alignment by a forward pass: .*unused, which was not called"):
-            dds.loss(batch).backward()
-        optimizer.step()
-        dds.step()
-        dds.loss(batch).backward()
+        for step in range(1, LONGEST + 2):
+            given_up = (
+                pytest.warns(UserWarning, match="told no alignment under this budget: .*unused, which was not called")
+                if step == LONGEST
+                else nullcontext()
+            )
+            with given_up:
+                dds.loss(batch).backward()
+            optimizer.step()
+            dds.step()
         assert dds.last_layer is None
+        assert not dds.tells_alignment
         assert dds.learner.caution == 8.0
 
     def test_a_scorer_without_alignment_needs_no_layer(self) -> None:

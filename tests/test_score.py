@@ -105,6 +105,16 @@ class TestScores:
             raw = trained.scorer(None, **told)
         torch.testing.assert_close(scores, 2 * torch.tanh(raw / 2), rtol=1e-3, atol=1e-3)
 
+    def test_a_scorer_that_was_told_no_alignment_is_told_none(self, tmp_path: Path) -> None:
+        """The few steps of this run are those before a budget's first choice, when rewards are rare."""
+        run(tmp_path / "run", "dds", "steps=40", "dds.overhead=0.1")
+        trained = TrainedScorer(tmp_path / "run", CPU)
+        batch = next(iter(trained.batches(load_splits(trained.recipe, None, 0).train[:40])))
+        told = trained.told(batch, cross_entropy)
+        assert not told["alignment"].any()
+        torch.testing.assert_close(told["loss"], cross_entropy(trained.model, batch).detach())
+        assert "1,100 scores" in score_run(tmp_path / "run", tmp_path / "s.parquet", data=None, device=CPU)[0]
+
     def test_they_do_not_hang_on_the_order_of_the_set(self, signal: Path) -> None:
         trained = TrainedScorer(signal, CPU)
         images = load_splits(trained.recipe, None, 0).train

@@ -16,12 +16,16 @@ from .reward import EPSILON, Theta, check_estimator, step_along
 from .scorer import CAUTION, LESS_COMMON_CAUTION
 
 ALIGNMENTS = ("full", "last_layer")
+FRESH = 4
+"""Steps between two dev gradients up to which a budget has psi told alignment. At 4 it helps; at 16 it misleads: what
+agrees with a direction so old has mostly been learned since, and psi hears of no other. RESULTS.md has both."""
 
 
 class Agreement:
     """v . grad l_i at theta_{t-1}, by one of several means; arguments as in `DDS`.
 
-    `signals` is what the scorer asks to be told. `frugal` chooses the last layer where the model has one.
+    `signals` is what the scorer asks to be told. `frugal`, where no alignment is asked for, is for a budget: alignment
+    in the last layer, while it is fresh, or none.
     """
 
     def __init__(
@@ -48,9 +52,9 @@ class Agreement:
         self.direction: dict[str, Tensor] = {}
         """v, of the latest dev gradient."""
         self.activations = Activations(model) if reward == "activations" else None
-        self._chosen = frugal and alignment is None and last_linear(model) is not None
-        wanted = "alignment" in signals and (alignment == "last_layer" or self._chosen)
-        self.last_layer = LastLayer(model, world) if wanted else None
+        self._frugal = frugal and alignment is None
+        wanted = alignment == "last_layer" or (self._frugal and last_linear(model) is not None)
+        self.last_layer = LastLayer(model, world) if wanted and "alignment" in signals else None
 
     @property
     def less_common(self) -> bool:
@@ -62,37 +66,44 @@ class Agreement:
         """How much of it the scorer needs by default."""
         return LESS_COMMON_CAUTION if self.less_common else CAUTION
 
-    def again(self, learning: bool) -> bool:
+    def tells(self, every: int) -> bool:
+        """Whether the scorer is told alignment where dev gradients are `every` steps apart; otherwise zeros."""
+        worth = not self._frugal or (self.last_layer is not None and every <= FRESH)
+        return worth and "alignment" in self.signals
+
+    def again(self, learning: bool, telling: bool) -> bool:
         """Whether a training forward is going to be repeated."""
-        return learning or ("alignment" in self.signals and self.last_layer is None)
+        return learning or (telling and self.last_layer is None)
 
     @contextmanager
-    def listening(self, learning: bool) -> Iterator[tuple[Heard | None, list[Tensor]]]:
+    def listening(self, learning: bool, telling: bool) -> Iterator[tuple[Heard | None, list[Tensor] | None]]:
         """To a training forward: what all layers hear, and the last layer's totals, if rewards are to need them."""
-        heard, totals = None, list[Tensor]()
+        heard = totals = None
         with ExitStack() as stack:
             if self.last_layer is not None:
-                stack.enter_context(self.last_layer.heard())
                 if learning and self.less_common:
                     totals = stack.enter_context(self.last_layer.added_up())
+                if telling or totals is not None:
+                    stack.enter_context(self.last_layer.heard())
             if self.activations is not None and learning:
                 heard = stack.enter_context(self.activations.heard())
             yield heard, totals
 
     def told(
-        self, losses: Tensor, forward: TrainingForward, totals: Sequence[Tensor]
+        self, losses: Tensor, forward: TrainingForward, totals: Sequence[Tensor] | None, telling: bool
     ) -> tuple[dict[str, Tensor], Outline | None]:
         """What the scorer asks to be told, at theta_{t-1}, and what `rewards` needs to leave out the common part.
 
         Where no usable dev gradient is known, alignment is zero.
         """
         signals = {"loss": forward.losses} if "loss" in self.signals else {}
-        listened, seen = self.last_layer is not None, self._seen(losses)
+        listened = self.last_layer is not None
+        seen = self._seen(losses) if telling or totals is not None else None
         if "alignment" in self.signals:
             found = nothing = torch.zeros_like(forward.losses)
-            if self.last_layer is not None and seen is not None:
+            if telling and self.last_layer is not None and seen is not None:
                 found = self.last_layer.alignment(seen, self.direction)
-            elif self.direction and not listened:
+            elif telling and self.direction and not listened:
                 found = self._measured(forward)
             signals["alignment"] = torch.where(found.isfinite().all(), found, nothing)
         return signals, seen.outline(totals) if seen is not None and totals else None
@@ -135,8 +146,8 @@ class Agreement:
         try:
             return self.last_layer.seen(losses)
         except GradsieveError as error:
-            if not self._chosen:
+            if not self._frugal:
                 raise
-            warnings.warn(f"the budget measures alignment by a forward pass: {error}", stacklevel=4)
+            warnings.warn(f"the scorer is told no alignment under this budget: {error}", stacklevel=4)
             self.last_layer = None
             return None

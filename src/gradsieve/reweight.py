@@ -79,7 +79,8 @@ class DDS:
         alignment: how the signal of that name is measured: ``"full"``, a forward pass, or ``"last_layer"``, next to
             nothing; see last_layer.py. Rewards are those of all layers in any case; a scorer that is told alignment in
             the last layer learns from them less what the batch has in common, if they are finite differences. None is
-            ``"full"``; with a budget it is ``"last_layer"`` where the model has such a layer.
+            ``"full"``; with a budget it is ``"last_layer"`` while `update_every` is at most 4. If it is more, or the
+            model has no such layer, the scorer is told zeros: agreement with an old dev gradient misleads it.
         overhead: a budget, such as 0.10: how much longer than plain training a step may take. It chooses `update_every`
             by the time that steps take, and a replay of 128, or 32 where the scorer reads the batch. Since the clock
             decides, two runs are no longer the same; ``record.update_every`` tells what was chosen.
@@ -197,9 +198,10 @@ class DDS:
         self._mark()
         turn = self._turn if self._turn is not None and self._turn.goes_on(self._own) else None
         learning = self._since + 1 >= self.update_every if turn is None else turn.learning
+        telling = self.tells_alignment
         self._mark()
-        with self.agreement.listening(learning) as (heard, totals):
-            again = self.agreement.again(learning)
+        with self.agreement.listening(learning, telling) as (heard, totals):
+            again = self.agreement.again(learning, telling)
             losses, forward = training_forward(
                 self.model, self.loss_fn, batch, who="DDS", again=again, world=self.world
             )
@@ -208,7 +210,7 @@ class DDS:
             theta = trainable(self._own)
             self._turn = turn = Turn(self.learner.joint(), theta, snapshot(theta) if learning else {})
         with record_function("gradsieve.alignment"):
-            signals, outline = self.agreement.told(losses, forward, totals)
+            signals, outline = self.agreement.told(losses, forward, totals, telling)
         if self._caution is None:
             self.learner.caution = self.agreement.caution
         scored = self.learner.score(batch, signals, forward.losses, forward.sizes, learning=learning)
@@ -331,6 +333,11 @@ class DDS:
     def last_layer(self) -> LastLayer | None:
         """Where alignment is measured, if there alone."""
         return self.agreement.last_layer
+
+    @property
+    def tells_alignment(self) -> bool:
+        """Whether the scorer is told it now, and not zeros in its place."""
+        return self.agreement.tells(self.update_every)
 
     @property
     def update_every(self) -> int:

@@ -82,7 +82,7 @@ class DDSSettings(Settings):
     replay: Annotated[int, Field(strict=True, ge=0)] = 0
     """Batches of rewards that the scorer hears again at every step."""
     alignment: Literal["full", "last_layer"] | None = None
-    """By default ``full``; with a budget ``last_layer`` where the model has one."""
+    """By default ``full``; with a budget ``last_layer`` while it is fresh, or none."""
     overhead: Positive | None = None
     """How much longer than a plain step one may take; chooses update_every by the clock."""
     max_logit: Positive | None = MAX_LOGIT

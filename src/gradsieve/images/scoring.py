@@ -108,7 +108,7 @@ class TrainedScorer:
         self.last_layer: LastLayer | None = None
         if "alignment" in self.signals:
             self.direction = {n: v.to(device) for n, v in _tensors(run / "final/direction.safetensors").items()}
-            if given.get("last_layer"):
+            if given.get("last_layer") and self.direction:
                 self.last_layer = LastLayer(self.model)
 
     def low(self) -> AbstractContextManager[Any]:
@@ -135,6 +135,8 @@ class TrainedScorer:
             found["loss"] = losses.detach()
         if last is not None:
             found["alignment"] = last.alignment(last.seen(losses), self.direction)
+        elif "alignment" in self.signals and not self.direction:  # nor was it told any in training
+            found["alignment"] = torch.zeros_like(losses)
         elif "alignment" in self.signals:
             own = self.recipe.dds.reward
             found["alignment"] = rewards(

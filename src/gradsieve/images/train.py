@@ -148,9 +148,11 @@ class SetUp:
         return float(self.way.learner.trust) if isinstance(self.way, DDS) else 1.0
 
     def direction(self) -> dict[str, Tensor] | None:
-        """The dev gradient at the final parameters, if the scorer of DDS asks for agreement with it."""
+        """The dev gradient at the final parameters, if the scorer of DDS asks for agreement; empty if it gets none."""
         if not isinstance(self.way, DDS) or "alignment" not in getattr(self.way.scorer, "signals", ()):
             return None
+        if not self.way.tells_alignment:
+            return {}
         batches = Shuffled(self.splits.dev, self.recipe.dev_batch_size, self.seed, "final")
         one_pass = islice(Stream(batches, self.prepare.evaluation, self.device), batches.per_pass)
         optimizer = self.optimizer if self.recipe.dds.optimizer_aware else None
