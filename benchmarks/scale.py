@@ -59,7 +59,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "default": {},
     "scorer of the example alone": {"scorer": lambda: MLPScorer(FEATURES)},
     "last-layer alignment": {"alignment": "last_layer"},
-    "as a budget at its rarest": {"alignment": "last_layer", "update_every": 16, "replay": 32},
+    "last-layer alignment, every 16th step": {"alignment": "last_layer", "update_every": 16, "replay": 32},
     "default, bf16 autocast": {"low": True},
 }
 
@@ -275,7 +275,7 @@ def network(steps: int = 16) -> None:
             setattr(dist, name, counted(name, getattr(dist, name)))
     assert last, "start it by torchrun --nproc-per-node 2"
     for how in ("DDP", "FSDP2"):
-        for given in ("plain", "default", "as a budget at its rarest"):
+        for given in ("plain", "default", "last-layer alignment, every 16th step"):
             model = wrapped(network_of(), how)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             dds = DDS(model, None, loss_fn, optimizer, [batch_of(DEV)], **SETTINGS.get(given, {}))

@@ -651,6 +651,16 @@ class TestBudget:
         assert record is not None
         assert torch.equal(lessons[-1], record.rewards) == (dds.last_layer is None)
 
+    def test_a_scorer_that_has_nothing_else_is_told_alignment_however_old(self) -> None:
+        class Alone(SignalScorer):
+            signals = ("alignment",)
+
+        for model, layer in ((mlp(), True), (nn.Sequential(nn.Conv2d(1, 3, 3)), False)):
+            optimizer = SGD(model.parameters(), lr=0.1)
+            dds = DDS(model, Alone(), cross_entropy, optimizer, [0], overhead=0.1)
+            assert dds.tells_alignment
+            assert (dds.last_layer is not None) == layer
+
     def test_what_the_user_asks_for_is_not_overruled(self) -> None:
         dds, _ = trained(3, overhead=0.1, alignment="full")
         assert dds.last_layer is None
@@ -673,7 +683,7 @@ class TestBudget:
         dds = DDS(model, None, cross_entropy, optimizer, [batch], overhead=0.1)
         for step in range(1, LONGEST + 2):
             given_up = (
-                pytest.warns(UserWarning, match="told no alignment under this budget: .*unused, which was not called")
+                pytest.warns(UserWarning, match="does without the last layer: .*unused, which was not called")
                 if step == LONGEST
                 else nullcontext()
             )

@@ -24,8 +24,8 @@ agrees with a direction so old has mostly been learned since, and psi hears of n
 class Agreement:
     """v . grad l_i at theta_{t-1}, by one of several means; arguments as in `DDS`.
 
-    `signals` is what the scorer asks to be told. `frugal`, where no alignment is asked for, is for a budget: alignment
-    in the last layer, while it is fresh, or none.
+    `signals` is what the scorer asks to be told. `frugal` is for a budget where the user has not said how: alignment in
+    the last layer, if there is one, and only while it is fresh to a scorer that can go by the loss.
     """
 
     def __init__(
@@ -68,8 +68,10 @@ class Agreement:
 
     def tells(self, every: int) -> bool:
         """Whether the scorer is told alignment where dev gradients are `every` steps apart; otherwise zeros."""
-        worth = not self._frugal or (self.last_layer is not None and every <= FRESH)
-        return worth and "alignment" in self.signals
+        if "alignment" not in self.signals:
+            return False
+        can_spare = self._frugal and "loss" in self.signals
+        return not can_spare or (self.last_layer is not None and every <= FRESH)
 
     def again(self, learning: bool, telling: bool) -> bool:
         """Whether a training forward is going to be repeated."""
@@ -148,6 +150,6 @@ class Agreement:
         except GradsieveError as error:
             if not self._frugal:
                 raise
-            warnings.warn(f"the scorer is told no alignment under this budget: {error}", stacklevel=4)
+            warnings.warn(f"the budget does without the last layer: {error}", stacklevel=4)
             self.last_layer = None
             return None

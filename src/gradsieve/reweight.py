@@ -80,7 +80,7 @@ class DDS:
             nothing; see last_layer.py. Rewards are those of all layers in any case; a scorer that is told alignment in
             the last layer learns from them less what the batch has in common, if they are finite differences. None is
             ``"full"``; with a budget it is ``"last_layer"`` while `update_every` is at most 4. If it is more, or the
-            model has no such layer, the scorer is told zeros: agreement with an old dev gradient misleads it.
+            model has no such layer, a scorer that is told the loss too gets zeros: old agreement misleads it.
         overhead: a budget, such as 0.10: how much longer than plain training a step may take. It chooses `update_every`
             by the time that steps take, and a replay of 128, or 32 where the scorer reads the batch. Since the clock
             decides, two runs are no longer the same; ``record.update_every`` tells what was chosen.
