@@ -105,6 +105,22 @@ class TestScores:
             raw = trained.scorer(None, **told)
         torch.testing.assert_close(scores, 2 * torch.tanh(raw / 2), rtol=1e-3, atol=1e-3)
 
+    def test_agreement_in_the_last_layer_is_told_if_it_was_in_training(self, tmp_path: Path) -> None:
+        run(tmp_path / "run", "dds", "steps=40", "dds.alignment=last_layer")
+        trained = TrainedScorer(tmp_path / "run", CPU)
+        batch = next(iter(trained.batches(load_splits(trained.recipe, None, 0).train[:40])))
+        told, layer = trained.told(batch, cross_entropy), trained.last_layer
+        assert layer is not None
+        inputs = list[Tensor]()
+        hook = layer.layer.register_forward_hook(lambda _, given, __: inputs.append(given[0].detach()))
+        trained.model(batch[0])
+        hook.remove()
+        v_w, v_b = trained.direction[layer.weight], trained.direction[layer.bias]
+        less_common = {layer.weight: v_w, layer.bias: v_b - (inputs[0] @ v_w.T + v_b).mean(0)}
+        expected = alignment(trained.model, cross_entropy, batch, less_common, estimator="per_example")
+        torch.testing.assert_close(told["alignment"], expected, rtol=1e-3, atol=1e-5)
+        assert "1,100 scores" in score_run(tmp_path / "run", tmp_path / "s.parquet", data=None, device=CPU)[0]
+
     def test_a_scorer_that_was_told_no_alignment_is_told_none(self, tmp_path: Path) -> None:
         """The few steps of this run are those before a budget's first choice, when rewards are rare."""
         run(tmp_path / "run", "dds", "steps=40", "dds.overhead=0.1")

@@ -154,7 +154,7 @@ class LastLayer:
         a, z = latest
         delta = None
         if z.ndim > 1 and len(z) == len(losses) and z.requires_grad:
-            (delta,) = torch.autograd.grad(losses.sum(), z, retain_graph=True, allow_unused=True)
+            (delta,) = torch.autograd.grad(losses, z, torch.ones_like(losses), retain_graph=True, allow_unused=True)
         if delta is None:
             raise GradsieveError(f"{wanted} gave shape {tuple(z.shape)}: use alignment='full'.")
         return Seen(a, delta.to(losses.dtype))
