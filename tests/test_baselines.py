@@ -197,6 +197,7 @@ def test_the_loss_is_the_weighted_sum_and_the_weights_sum_to_one(name: str) -> N
             "step",
             "update_every",
             "trust",
+            "overhead",
             "reward_mean",
             "reward_std",
             "weight_min",

@@ -1,6 +1,8 @@
 """Less work for the same signal: last-layer alignment, lessons heard again, a budget."""
 
 import copy
+import logging
+import re
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -16,7 +18,7 @@ from zoo import KINDS, cross_entropy, make, mlp
 from gradsieve import DDS, GradsieveError, MLPScorer, SignalScorer, alignment, learner
 from gradsieve import budget as budget_module
 from gradsieve.agreement import FRESH, Agreement
-from gradsieve.budget import FIRST, LONGEST, MARGIN, OUT_OF_REACH, Budget, steps_between
+from gradsieve.budget import FIRST, LONGEST, MARGIN, OUT_OF_REACH, SURE, Budget, steps_between
 from gradsieve.last_layer import LastLayer, last_linear
 from gradsieve.parameters import Direction, lent, untouched
 from gradsieve.replay import SHORTEST, Lesson, Ring, foresight, hindsight
@@ -545,6 +547,23 @@ def test_a_resumed_run_with_replay_goes_on_bit_for_bit() -> None:
             assert torch.equal(value, states[1][name]), name
 
 
+def clocked(overhead: float, monkeypatch: pytest.MonkeyPatch) -> tuple[Budget, Callable[[bool], None]]:
+    """A budget by a clock of its own, and a step of 0.99 s plain, to which DDS adds 0.02 s and 0.49 s for rewards."""
+    now = [0.0]
+    monkeypatch.setattr(budget_module.time, "perf_counter", lambda: now[0])
+    budget = Budget(overhead, CPU)
+
+    def step(measured: bool) -> None:
+        # before, forward, after, backward and optimizer, step(): the second and fourth are the user's own
+        for seconds in (0.0, 0.3, 0.01, 0.69, 0.5 if measured else 0.01):
+            budget.mark()
+            now[0] += seconds
+        budget.mark()
+        budget.ended(measured)
+
+    return budget, step
+
+
 class TestBudget:
     @given(st.floats(0.01, 0.5), st.floats(1e-3, 1.0), st.floats(0, 0.2), st.floats(0, 2.0))
     def test_it_measures_as_often_as_it_may(self, overhead: float, plain: float, idle: float, measuring: float) -> None:
@@ -559,35 +578,45 @@ class TestBudget:
             assert idle + measuring / (k - 1) > overhead * plain - 1e-9
 
     def test_it_tells_the_parts_of_a_step_apart(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        now = [0.0]
-        monkeypatch.setattr(budget_module.time, "perf_counter", lambda: now[0])
-        budget = Budget(0.1, CPU)
-
-        def step(measured: bool) -> None:
-            # before, forward, after, backward and optimizer, step(): the second and fourth are the user's own
-            for seconds in (0.0, 0.3, 0.01, 0.69, 0.5 if measured else 0.01):
-                budget.mark()
-                now[0] += seconds
-            budget.mark()
-            budget.ended(measured)
-
+        budget, step = clocked(0.1, monkeypatch)
         for number in range(2 * FIRST):
             step(number % 2 == 0)
         assert budget.every == LONGEST
+        assert budget.spent is None
         step(False)
         assert budget.every == steps_between(MARGIN * 0.1, 0.99, 0.02, 0.49) == 12
+        assert budget.spent == pytest.approx((0.02 + 0.49 / 12) / 0.99)
         again = Budget(0.1, CPU)
         again.load_state_dict(budget.state_dict())
         assert again.every == 12
+        assert again.spent == budget.spent
+
+    def test_it_says_once_that_it_is_missed(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        caplog.set_level(logging.WARNING, logger=budget_module.__name__)
+        for overhead in (0.1, 0.04, 0.015):  # kept; every 16th step is too often; no k keeps it
+            _, step = clocked(overhead, monkeypatch)
+            for number in range(2 * SURE):
+                step(number % 2 == 0)
+            assert not caplog.messages
+            step(False)
+            step(True)
+            said = [rf"overhead={overhead} is not kept: DDS adds 0\.\d\d of a plain step of 990 ms, 0\.02 of it"]
+            for text, found in zip(said if overhead < 0.1 else [], caplog.messages, strict=True):
+                assert re.match(text, found)
+            caplog.clear()
 
     def test_a_budget_in_a_loop(self) -> None:
-        dds, found = trained(LONGEST * FIRST + 60, overhead=2.0)
+        dds, found = trained(LONGEST * FIRST + 60, overhead=100.0)  # whatever else the machine does
         assert dds.budget is not None
         assert dds.last_layer is not None
         records = [record for record in found["records"] if record is not None]
         assert {record.update_every for record in records[:FIRST]} == {LONGEST}  # the first steps teach little
         assert dds.update_every < LONGEST
         assert records[-1].to_dict()["update_every"] == records[-1].update_every
+        assert records[0].overhead is None
+        assert records[-1].to_dict()["overhead"] > 0
 
     def test_a_model_without_a_linear_layer_is_measured_whole(self) -> None:
         model = nn.Sequential(nn.Conv2d(1, 3, 3), nn.Flatten(1), nn.AvgPool1d(9))
@@ -667,14 +696,14 @@ class TestBudget:
         assert dds.tells_alignment
 
     @pytest.mark.parametrize(
-        ("scorer", "asked", "kept"), [(None, 0, 128), (SignalScorer(), 0, 128), (MLPScorer(6), 0, 32), (None, 8, 8)]
+        ("scorer", "asked", "kept"),
+        [(None, 0, 128), (SignalScorer(), 0, 128), (MLPScorer(6), 0, 0), (MLPScorer(6), 8, 8)],
     )
-    def test_it_keeps_many_lessons_and_fewer_batches(self, scorer: nn.Module | None, asked: int, kept: int) -> None:
+    def test_it_keeps_lessons_of_signals_and_no_batches(self, scorer: nn.Module | None, asked: int, kept: int) -> None:
         model = mlp(6, 3)
         optimizer = SGD(model.parameters(), lr=0.1)
         dds = DDS(model, scorer, cross_entropy, optimizer, [0], overhead=0.1, replay=asked)
-        assert dds.learner.ring is not None
-        assert dds.learner.ring.size == kept
+        assert (dds.learner.ring.size if dds.learner.ring else 0) == kept
 
     def test_a_layer_that_is_never_called_is_given_up(self) -> None:
         model = nn.Sequential(mlp(), nn.Identity())

@@ -1,5 +1,6 @@
 """A budget instead of knobs: how often rewards may be measured so that a step costs no more than it is allowed to."""
 
+import logging
 import math
 import time
 from collections import deque
@@ -9,6 +10,8 @@ from typing import Any
 import torch
 
 from .parallel import ALONE, World
+
+LOG = logging.getLogger(__name__)
 
 LONGEST = 16
 """Rewards are measured at every 16th step at least: rarer ones teach too little. So often, too, before the first
@@ -22,6 +25,8 @@ WINDOW = 32
 """Steps of each kind whose times count."""
 FIRST = 4
 """Steps of each kind before the first choice."""
+SURE = 8
+"""Steps of each kind before it is said that a budget is missed."""
 AGREEMENT = 8
 """Steps after which several processes agree on k."""
 
@@ -41,7 +46,7 @@ def steps_between(overhead: float, plain: float, idle: float, measuring: float) 
 
 
 class Budget:
-    """Times the parts of each step, and chooses k by their medians.
+    """Times the parts of each step, and chooses k by their medians. If no k keeps it, the log says so once.
 
     On a GPU marks are events in its queue, read when they have long passed; nobody waits for them.
     """
@@ -55,6 +60,15 @@ class Budget:
         self._plain: deque[float] = deque(maxlen=WINDOW)
         self._marks: list[Any] = []
         self._pending: deque[tuple[list[Any], bool]] = deque()
+        self._warned = world.rank > 0
+
+    @property
+    def spent(self) -> float | None:
+        """What DDS adds to a plain step, 1 being that step, by the clocks of late; None before the first choice."""
+        if not self._timed(FIRST):
+            return None
+        plain, idle, measuring = self._times()
+        return (idle + measuring / self.every) / plain
 
     def mark(self) -> None:
         """At each change between DDS's own work and the user's: four times in `loss()`, twice in `step()`."""
@@ -75,6 +89,20 @@ class Budget:
         self._steps += 1
         if self.world.size == 1 or self._steps % AGREEMENT == 0:
             self.every = self.world.told(self._choice)
+        if not self._warned and self._timed(SURE):
+            self._warn()
+
+    def _warn(self) -> None:
+        spent = self.spent
+        assert spent is not None
+        self._warned = True
+        if spent > self.overhead:
+            plain, idle, _ = self._times()
+            LOG.warning(
+                f"overhead={self.overhead:g} is not kept: DDS adds {spent:.2f} of a plain step of "
+                f"{1000 * plain:.3g} ms, {idle / plain:.2f} of it whether rewards are measured or not. Longer steps "
+                "(a larger model or batch), smaller dev batches or a smaller scorer bring it down."
+            )
 
     def _passed(self, mark: Any) -> bool:
         return self.device.type != "cuda" or bool(mark.query())
@@ -88,11 +116,17 @@ class Budget:
         own = sum(self._between(a, b) for a, b in zip(marks[::2], marks[1::2], strict=True))
         (self._measured if measured else self._idle).append(own)
         self._plain.append(self._between(marks[0], following) - own)
-        if min(len(self._idle), len(self._measured)) >= FIRST:
-            idle = median(self._idle)
-            self._choice = steps_between(
-                MARGIN * self.overhead, median(self._plain), idle, max(0.0, median(self._measured) - idle)
-            )
+        if self._timed(FIRST):
+            self._choice = steps_between(MARGIN * self.overhead, *self._times())
+
+    def _timed(self, steps: int) -> bool:
+        """Whether so many of each kind have been."""
+        return min(len(self._idle), len(self._measured)) >= steps
+
+    def _times(self) -> tuple[float, float, float]:
+        """Seconds of a plain step, of what DDS adds to one that measures nothing, and of what rewards add to that."""
+        idle = median(self._idle)
+        return max(1e-9, median(self._plain)), idle, max(0.0, median(self._measured) - idle)
 
     def state_dict(self) -> dict[str, Any]:
         times = {"idle": list(self._idle), "measured": list(self._measured), "plain": list(self._plain)}

@@ -1,5 +1,6 @@
 """`gradsieve compare`: the same data and budget for several methods, over several seeds."""
 
+import logging
 import os
 import re
 import threading
@@ -132,6 +133,7 @@ def _checked(
 
 
 def _run(data: Path | None, out: Path, device: torch.device, cell: Cell, progress: Progress) -> dict[str, Any]:
+    logging.getLogger("gradsieve.budget").setLevel(logging.ERROR)  # the table has a column of times
     return TASKS[cell.recipe.task].train(
         cell.recipe,
         cell.method,

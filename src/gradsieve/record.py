@@ -30,6 +30,8 @@ class StepRecord:
     """Rewards are measured at every k-th step: what a budget chose, where there is one."""
     trust: Tensor | float = 1.0
     """By which scores were multiplied before they became weights; below 1 only where lessons are replayed."""
+    overhead: float | None = None
+    """What DDS adds to a plain step, 1 being that step, by the clocks of a budget; None without one, and at first."""
 
     @property
     def skipped(self) -> str | None:
@@ -51,6 +53,7 @@ class StepRecord:
             "dev_loss": _number(self.dev_loss),
             "update_every": self.update_every,
             "trust": float(self.trust),
+            "overhead": self.overhead,
             "skipped": self.skipped,
         }
 

@@ -31,8 +31,9 @@ from .sampling import ScoreSampler
 from .scorer import CAUTION, MAX_LOGIT
 from .turn import Turn
 
-REPLAY, REPLAYED_BATCHES = 128, 32
-"""Batches of rewards that a budget keeps: of a scorer of signals, and of one that reads the batches, kept with them."""
+REPLAY = 128
+"""Batches of rewards that a budget keeps for a scorer of signals. To one that reads the batches it repeats nothing:
+that costs as much as the scorer's own step and brought nothing; see RESULTS.md."""
 DID_NOT_STEP = (
     "optimizer.step() has not run since dds.loss(), so the scorer was not updated. That is right when a "
     "GradScaler skips a step; otherwise call dds.step() after optimizer.step()."
@@ -82,8 +83,9 @@ class DDS:
             ``"full"``; with a budget it is ``"last_layer"`` while `update_every` is at most 4. If it is more, or the
             model has no such layer, a scorer that is told the loss too gets zeros: old agreement misleads it.
         overhead: a budget, such as 0.10: how much longer than plain training a step may take. It chooses `update_every`
-            by the time that steps take, and a replay of 128, or 32 where the scorer reads the batch. Since the clock
-            decides, two runs are no longer the same; ``record.update_every`` tells what was chosen.
+            by the time that steps take, and for a scorer of signals a replay of 128. Since the clock decides, two runs
+            are no longer the same; ``record.update_every`` tells what was chosen and ``record.overhead`` what DDS adds
+            to a plain step. If the budget is not kept, the log says so once.
         max_logit: scores are bounded to +-max_logit by tanh; None for no bound.
         uniform_mix: share of each weight that is simply 1/B.
         caution: the price of uneven weights, in units of what a plain step does for dev: it falls as that does. At 0
@@ -144,8 +146,8 @@ class DDS:
         seed = self.world.told(torch.initial_seed() % 2**63 if seed is None else seed)
         self.stream = RandomStream(device, seed)
         self.budget = None if overhead is None else Budget(overhead, device, self.world)
-        if self.budget is not None:
-            replay = replay or (0 if sampler else REPLAYED_BATCHES if reads_batch(scorer) else REPLAY)
+        if self.budget is not None and not replay and sampler is None and not reads_batch(scorer):
+            replay = REPLAY
         self.learner = Learner(
             scorer,
             scorer_optimizer,
@@ -252,13 +254,14 @@ class DDS:
         """The dev gradient at theta_t, the rewards of the batch, and psi's step by them."""
         since, self._since = self._since, 0
         weights, trust = turn.weights(), turn.joint.trust
+        every, spent = self.update_every, None if self.budget is None else self.budget.spent
         size = 1 / self.world.summed(weights.square().sum())
         if turn.derivative is None:
             if not self._warned:
                 warnings.warn(DID_NOT_STEP, stacklevel=3)
             self._warned, self._skipped = True, self._skipped + 1
             nothing = torch.full_like(weights, torch.nan)
-            return StepRecord(self.steps, nothing, weights, size, nothing.mean(), {}, False, self.update_every, trust)
+            return StepRecord(self.steps, nothing, weights, size, nothing.mean(), {}, False, every, trust, spent)
 
         dev_batch = self.dev.draw()
         with record_function("gradsieve.dev_gradient"), self.stream:
@@ -286,7 +289,7 @@ class DDS:
         learned = self.learner.learn(turn.scored, turn.joint, lessons, good, since)
         finite["psi gradient"] = learned | ~good
         self._skipped += ~learned
-        return StepRecord(self.steps, r, weights, size, dev_loss, finite, True, self.update_every, trust)
+        return StepRecord(self.steps, r, weights, size, dev_loss, finite, True, every, trust, spent)
 
     def _averaged(self, d_theta: dict[str, Tensor]) -> dict[str, Tensor]:
         """The dev gradient and those before it, if they count."""

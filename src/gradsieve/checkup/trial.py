@@ -117,7 +117,7 @@ def check_cost(case: Case, trial: Trial) -> Finding:
         seen += f" Peak on the device: {_size(trial.peak_bytes[0])} plain, {_size(trial.peak_bytes[1])} with DDS."
     every, overhead = case.settings["update_every"], case.settings["overhead"]
     if overhead is not None:
-        seen += f" overhead={overhead:g} will have rewards measured at as few steps as keep it to that."
+        seen += f" overhead={overhead:g} will have rewards measured as often as keeps it to that, if anything does."
     elif every > 1:
         seen += f" With update_every={every} about {1 + (ratio - 1) / every:.1f} times."
     return Finding("cost", FINE, seen)

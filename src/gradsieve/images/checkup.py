@@ -72,7 +72,8 @@ def forecast(recipe: ImageRecipe, plain: float, dds: float) -> Finding:
     overhead = recipe.dds.overhead
     whole = plain * (1 + overhead) if overhead else plain + (dds - plain) / recipe.dds.update_every
     with_dds, without = (duration(recipe.steps * seconds) for seconds in (whole, plain))
-    seen = f"{recipe.steps:,} steps: about {with_dds} with DDS, {without} plain; evaluation and reading not counted."
+    dds_takes = f"{with_dds} with DDS{' if the budget can be kept' if overhead else ''}"
+    seen = f"{recipe.steps:,} steps: about {dds_takes}, {without} plain; evaluation and reading not counted."
     return Finding("time", FINE, seen)
 
 
