@@ -22,6 +22,7 @@ from gradsieve.budget import FIRST, LONGEST, MARGIN, OUT_OF_REACH, SURE, Budget,
 from gradsieve.last_layer import LastLayer, last_linear
 from gradsieve.parameters import Direction, lent, untouched
 from gradsieve.replay import SHORTEST, Lesson, Ring, foresight, hindsight
+from gradsieve.scorer import example_weights
 
 CPU = torch.device("cpu")
 
@@ -336,10 +337,17 @@ class TestRing:
         return Ring(size, torch.Generator().manual_seed(0), CPU)
 
     def test_foresight_is_a_correlation(self) -> None:
-        w, r = torch.randn(50), torch.randn(50)
+        w, r = torch.rand(50).softmax(0), torch.randn(50)
         expected = torch.corrcoef(torch.stack([w, r]))[0, 1]
         torch.testing.assert_close(foresight(w, r), expected)
-        assert float(foresight(torch.full((4,), 0.25), torch.randn(4))) == 0
+
+    @given(st.integers(1, 600), st.sampled_from([0.0, 1.7]), st.sampled_from([torch.float32, torch.float64]))
+    def test_rounding_is_no_evidence(self, size: int, score: float, dtype: torch.dtype) -> None:
+        weights = example_weights(torch.full((size,), score, dtype=dtype))
+        r = torch.randn(size, generator=torch.Generator().manual_seed(size), dtype=dtype)
+        ring = self.ring()
+        ring.judge(hindsight(weights, r, torch.tensor(0.1)), 16)
+        assert float(ring.trust) == float(foresight(weights, r)) == 0
 
     def test_the_young_come_more_often_and_the_old_are_forgotten(self) -> None:
         ring = self.ring(40)

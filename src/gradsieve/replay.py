@@ -41,21 +41,28 @@ class Lesson:
         return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
 
 
+def apart(weights: Tensor) -> Tensor:
+    """w_i - 1/B: exactly 0 where all weigh the same, or rounding would pass for evidence."""
+    return weights - 1 / len(weights)
+
+
 def foresight(weights: Tensor, rewards: Tensor) -> Tensor:
     """Correlation of the weights that were given with the rewards that followed; 0 where all are equal."""
-    w, r = weights - weights.mean(), rewards - rewards.mean()
+    w, r = apart(weights), rewards - rewards.mean()
     return (w * r).sum() / (w.norm() * r.norm()).clamp_min(1e-30)
 
 
 def hindsight(weights: Tensor, rewards: Tensor, price: Tensor) -> Tensor:
     """What weights have brought and what they have cost: ``G = sum_i (w_i - 1/B) r_i`` and ``P U``, (2,).
 
-    U = B sum_i w_i^2 - 1 is how uneven they are and P the price of that. Had a share tau of what sets them apart from
-    1/B been given, it would have brought about tau G and cost tau^2 P U. So G / P U is the largest share that would
-    have been worth its price, the trust that these weights deserved. Of several batches it is the ratio of the sums.
+    U = B sum_i (w_i - 1/B)^2 = B sum_i w_i^2 - 1 is how uneven they are and P the price of that. Had a share tau of
+    what sets them apart from 1/B been given, it would have brought about tau G and cost tau^2 P U. So G / P U is the
+    largest share that would have been worth its price, the trust that these weights deserved. Of several batches it is
+    the ratio of the sums.
     """
-    gain = (weights * (rewards - rewards.mean())).sum()
-    return torch.stack([gain, price * (len(weights) * weights.square().sum() - 1)])
+    w = apart(weights)
+    gain = (w * (rewards - rewards.mean())).sum()
+    return torch.stack([gain, price * len(w) * w.square().sum()])
 
 
 def deserved(evidence: Tensor) -> Tensor:
