@@ -5,6 +5,7 @@ import sys
 from typing import Any
 
 from .errors import GradsieveError
+from .runs.memory import keep_freed_memory
 
 EXTRAS = "pip install 'gradsieve[images,translation,report]'"
 
@@ -12,6 +13,7 @@ EXTRAS = "pip install 'gradsieve[images,translation,report]'"
 def main() -> None:
     """Runs the command line. Bad input ends with exit code 2 and a message, not with a traceback."""
     signal.signal(signal.SIGTERM, _stop)
+    keep_freed_memory()
     try:
         from .commands import app
 

@@ -22,6 +22,7 @@ from .errors import GradsieveError
 from .report.comparison import BASE, NO_CHOICE, SHARED, Row, markdown, oracle_shares, summarize, table, verdict
 from .report.frontier import check_drawing, plot_frontier
 from .runs.checkpoint import save_json, written_whole
+from .runs.memory import keep_freed_memory
 from .runs.progress import Progress
 from .runs.recipe import Recipe
 from .runs.team import Team
@@ -172,6 +173,7 @@ def _parallel(
 
 def _begin_worker(threads: int) -> None:
     torch.set_num_threads(threads)
+    keep_freed_memory()
     parent = parent_process()
     assert parent is not None
     threading.Thread(target=lambda: (connection.wait([parent.sentinel]), os._exit(1)), daemon=True).start()

@@ -40,7 +40,20 @@ def device_of(model: nn.Module) -> torch.device:
 
 def snapshot(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A copy of the values, free of any graph; of parameters that are sharded, of this process's shards."""
-    return {name: local(value.detach()).clone() for name, value in values.items()}
+    return dict(zip(values, copies([local(value.detach()) for value in values.values()]), strict=True))
+
+
+def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    made = [torch.empty_like(t) for t in tensors]
+    fill(made, tensors)
+    return made
+
+
+def fill(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """All at once: on a GPU one kernel for each kind of number instead of one for each tensor."""
+    for kind in {t.dtype for t in targets}:
+        pairs = [(t, value) for t, value in zip(targets, values, strict=True) if t.dtype == kind]
+        torch._foreach_copy_([t for t, _ in pairs], [value for _, value in pairs])
 
 
 def norm(direction: Direction, world: World = ALONE) -> Tensor:
@@ -69,14 +82,14 @@ def lent(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
     parameters = dict(model.named_parameters())
     sharded = any(is_shard(parameters[name]) for name in values)
     here = [local(parameters[name].data) for name in values]
-    own = [p.clone() for p in here]
+    own = copies(here)
     try:
-        torch._foreach_copy_(here, [local(value.detach()) for value in values.values()])
+        fill(here, [local(value.detach()) for value in values.values()])
         yield
     finally:
         if sharded:  # FSDP2 may have left parameters whole after the pass
             reshard(model)
-        torch._foreach_copy_(here, own)
+        fill(here, own)
 
 
 @contextmanager
@@ -93,24 +106,31 @@ def untouched(
     training mode only. `modes` sets that of each module by itself, as `modes_of` has noted it. `buffers` sets buffers
     inside, by name: power iterations and the like go on from there.
     """
-    before = modes_of(model)
-    own = [(m, name, b, b.data.clone()) for m, _ in before for name, b in m._buffers.items() if b is not None]
+    modules = dict(model.named_modules())
+    before = [(module, module.training) for module in modules.values()]
+    places = {f"{path}.{leaf}".lstrip("."): (m, leaf) for path, m in modules.items() for leaf in m._buffers}
+    own = {name: b for name, (m, leaf) in places.items() if (b := m._buffers[leaf]) is not None}
+    here = {name: b.data for name, b in own.items()}
+    saved = copies(list(here.values()))
     try:
-        for name, value in (buffers or {}).items():
-            _lend_buffer(model, name, value)
-        for module, mode in modes:
-            module.training = mode
+        lends = {name: value for name, value in (buffers or {}).items() if name in own}
+        fitting = [name for name, value in lends.items() if value.shape == own[name].shape]
+        fill([here[name] for name in fitting], [lends[name] for name in fitting])
+        for name in lends.keys() - fitting:  # it has grown since
+            module, leaf = places[name]
+            module._buffers[leaf] = lends[name].clone()
+        _set_modes(modes)
         if training is not None:
             for module, _ in before:
                 if not isinstance(module, nn.RNNBase):
                     module.training = training
         yield
     finally:
-        for module, mode in before:
-            module.training = mode
-        for module, name, buffer, value in own:
-            buffer.data.copy_(value)
-            module._buffers[name] = buffer
+        _set_modes(before)
+        fill(list(here.values()), saved)
+        for name, buffer in own.items():
+            module, leaf = places[name]
+            module._buffers[leaf] = buffer
 
 
 def modes_of(model: nn.Module) -> Modes:
@@ -118,15 +138,10 @@ def modes_of(model: nn.Module) -> Modes:
     return [(module, module.training) for module in model.modules()]
 
 
-def _lend_buffer(model: nn.Module, name: str, value: Tensor) -> None:
-    """In place, unless it has grown since."""
-    owner, _, leaf = name.rpartition(".")
-    module = model.get_submodule(owner)
-    present = module._buffers.get(leaf)
-    if present is not None and present.shape == value.shape:
-        present.data.copy_(value)
-    elif present is not None:
-        module._buffers[leaf] = value.clone()
+def _set_modes(modes: Modes) -> None:
+    for module, mode in modes:
+        if module.training != mode:
+            module.training = mode
 
 
 def checked_losses(losses: Any, batch: Any, who: str = "loss_fn") -> Tensor:
