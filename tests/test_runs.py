@@ -804,3 +804,28 @@ class TestVerdicts:
 
 def test_durations_as_a_person_says_them() -> None:
     assert [duration(s) for s in (0.2, 59, 300, 7300)] == ["1 s", "59 s", "5 min", "2 h 2 min"]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="malloc is glibc's on Linux only")
+def test_freed_memory_stays_for_the_next_step() -> None:
+    code = """
+import resource, sys, torch
+from gradsieve.runs.memory import keep_freed_memory
+if sys.argv[1] == "keep":
+    keep_freed_memory()
+def step():
+    kept = [torch.zeros(2_000_000) for _ in range(30)]  # 8 MB each
+for _ in range(3):
+    step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(5):
+    step()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+    found = {}
+    for how in ("keep", "as it is"):
+        done = subprocess.run([sys.executable, "-c", code, how], capture_output=True, text=True, check=True)
+        found[how] = int(done.stdout)
+    if found["as it is"] < 10_000:
+        pytest.skip("this malloc keeps freed memory anyway")
+    assert found["keep"] < 1_000
