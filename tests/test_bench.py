@@ -164,7 +164,7 @@ def test_a_package_that_fails_in_its_own_way_is_left_out(call: Callable[..., End
 
 
 def test_growth_with_batch_and_model(call: Callable[..., Ended], tmp_path: Path) -> None:
-    small = ("--methods", "dds", "--rounds", "1", "--block", "0")
+    small = ("--methods", "batchweight", "--rounds", "1", "--block", "0")
     ended = call("bench", "--models", "mlp,wrn-10-2", "--batch-sizes", "4,8", *small, "--json", "rows.json")
     assert ended.code == 0, ended.err
     rows = json.loads((tmp_path / "rows.json").read_text())
