@@ -576,8 +576,11 @@ class TestBudget:
     @given(st.floats(0.01, 0.5), st.floats(1e-3, 1.0), st.floats(0, 0.2), st.floats(0, 2.0))
     def test_it_measures_as_often_as_it_may(self, overhead: float, plain: float, idle: float, measuring: float) -> None:
         k = steps_between(overhead, plain, idle, measuring)
-        if idle >= overhead * plain:  # no k keeps it
-            assert k == OUT_OF_REACH
+        over = idle - overhead * plain
+        if over >= 0:  # no k keeps it
+            assert OUT_OF_REACH <= k <= LONGEST
+            assert k == LONGEST or measuring / k <= over + 1e-9
+            assert k == OUT_OF_REACH or measuring / (k - 1) > over - 1e-9
             return
         assert 1 <= k <= LONGEST
         if k < LONGEST:

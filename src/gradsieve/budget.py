@@ -17,7 +17,7 @@ LONGEST = 16
 """Rewards are measured at every 16th step at least: rarer ones teach too little. So often, too, before the first
 choice: lessons of the very first steps, when the model knows nothing yet, do harm if they are many."""
 OUT_OF_REACH = 4
-"""k where no k can keep the budget, because DDS costs more on a step that measures nothing: a very small model."""
+"""k at least where no k can keep the budget, because DDS costs more on a step that measures nothing: a small model."""
 MARGIN = 0.65
 """Share of the budget that is planned with. A budget is a limit: the memory that DDS touches also slows the user's own
 part of a step, and clocks err."""
@@ -34,15 +34,17 @@ AGREEMENT = 8
 def steps_between(overhead: float, plain: float, idle: float, measuring: float) -> int:
     """The smallest k with ``idle + measuring / k <= overhead * plain``, seconds being those of a step.
 
+    If `idle` alone is more than that, rewards may cost as much as the budget is missed by: little where it is nearly
+    kept, and as much as DDS costs anyway where it means nothing.
+
     Args:
         plain: the user's own step.
         idle: what DDS adds to a step that measures no rewards.
         measuring: what rewards add to that.
     """
     left = overhead * plain - idle
-    if left <= 0:
-        return OUT_OF_REACH
-    return LONGEST if left * LONGEST <= measuring else max(1, math.ceil(measuring / left))
+    most = 1 if left > 0 else OUT_OF_REACH
+    return LONGEST if abs(left) * LONGEST <= measuring else max(most, math.ceil(measuring / abs(left)))
 
 
 class Budget:
