@@ -1,5 +1,6 @@
 """`gradsieve bench`: all contenders of a model take turns, and each is compared with plain training beside it."""
 
+import logging
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -67,6 +68,7 @@ def bench(
     json: Path | None,
 ) -> list[Row]:
     """Measures, prints a table for each model and batch size, and writes the rows."""
+    logging.getLogger("gradsieve.budget").setLevel(logging.ERROR)  # the table says what is kept
     team = Team()
     if team.size > 1 and TRANSLATION in models:
         raise GradsieveError(f"several processes are measured on {', '.join(SUBJECTS)}, not on {TRANSLATION}.")
