@@ -826,6 +826,5 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
     for how in ("keep", "as it is"):
         done = subprocess.run([sys.executable, "-c", code, how], capture_output=True, text=True, check=True)
         found[how] = int(done.stdout)
-    if found["as it is"] < 10_000:
-        pytest.skip("this malloc keeps freed memory anyway")
     assert found["keep"] < 1_000
+    assert found["keep"] <= found["as it is"] + 100  # which may keep it by chance
