@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from .budget import LOG as BUDGET_LOG
 from .errors import GradsieveError
 from .report.comparison import BASE, NO_CHOICE, SHARED, Row, markdown, oracle_shares, summarize, table, verdict
 from .report.frontier import check_drawing, plot_frontier
@@ -134,7 +135,7 @@ def _checked(
 
 
 def _run(data: Path | None, out: Path, device: torch.device, cell: Cell, progress: Progress) -> dict[str, Any]:
-    logging.getLogger("gradsieve.budget").setLevel(logging.ERROR)  # the table has a column of times
+    BUDGET_LOG.setLevel(logging.ERROR)  # the table has a column of times
     return TASKS[cell.recipe.task].train(
         cell.recipe,
         cell.method,

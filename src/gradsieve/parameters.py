@@ -108,28 +108,29 @@ def untouched(
     """
     modules = dict(model.named_modules())
     before = [(module, module.training) for module in modules.values()]
-    places = {f"{path}.{leaf}".lstrip("."): (m, leaf) for path, m in modules.items() for leaf in m._buffers}
-    own = {name: b for name, (m, leaf) in places.items() if (b := m._buffers[leaf]) is not None}
-    here = {name: b.data for name, b in own.items()}
+    own = {
+        f"{path}.{leaf}".lstrip("."): (module, leaf, buffer)
+        for path, module in modules.items()
+        for leaf, buffer in module._buffers.items()
+        if buffer is not None
+    }
+    here = {name: buffer.data for name, (_, _, buffer) in own.items()}
     saved = copies(list(here.values()))
     try:
         lends = {name: value for name, value in (buffers or {}).items() if name in own}
-        fitting = [name for name, value in lends.items() if value.shape == own[name].shape]
+        fitting = [name for name, value in lends.items() if value.shape == here[name].shape]
         fill([here[name] for name in fitting], [lends[name] for name in fitting])
         for name in lends.keys() - fitting:  # it has grown since
-            module, leaf = places[name]
+            module, leaf, _ = own[name]
             module._buffers[leaf] = lends[name].clone()
         _set_modes(modes)
         if training is not None:
-            for module, _ in before:
-                if not isinstance(module, nn.RNNBase):
-                    module.training = training
+            _set_modes([(module, training) for module, _ in before if not isinstance(module, nn.RNNBase)])
         yield
     finally:
         _set_modes(before)
         fill(list(here.values()), saved)
-        for name, buffer in own.items():
-            module, leaf = places[name]
+        for module, leaf, buffer in own.values():
             module._buffers[leaf] = buffer
 
 

@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from ..budget import LOG as BUDGET_LOG
 from ..errors import GradsieveError
 from ..runs.checkpoint import save_json
 from ..runs.team import Team
@@ -68,7 +69,7 @@ def bench(
     json: Path | None,
 ) -> list[Row]:
     """Measures, prints a table for each model and batch size, and writes the rows."""
-    logging.getLogger("gradsieve.budget").setLevel(logging.ERROR)  # the table says what is kept
+    BUDGET_LOG.setLevel(logging.ERROR)  # the table says what is kept
     team = Team()
     if team.size > 1 and TRANSLATION in models:
         raise GradsieveError(f"several processes are measured on {', '.join(SUBJECTS)}, not on {TRANSLATION}.")

@@ -14,8 +14,8 @@ def keep_freed_memory() -> None:
     """To be called before training, once in each process. Where malloc is not glibc's it does nothing.
 
     glibc hands the top of the heap back to the system when a step frees its activations, so that the next step has the
-    system clear every page of it anew: on a CPU a tenth of a plain step, and more of one by DDS, whose graphs are
-    larger. docs/cost.md has the figures.
+    system clear every page of it anew, DDS's more than plain training's, as its graphs are larger. docs/cost.md has the
+    figures.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform.startswith("linux") else None
     if mallopt is not None:
